@@ -1,9 +1,11 @@
 """Experiment 13: with responses of a fixed length TRL and ours sample the same tokens, the model's end token among
-them."""
+them; and a series that is interrupted keeps what it measured."""
 
 from __future__ import annotations
 
 import importlib
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from asyncrlhf.data.checkpoint_folder import resolve
 from asyncrlhf.errors import AsyncRLHFError
 
+bench = importlib.import_module("experiments.13_against_trl.bench")
 endless = importlib.import_module("experiments.13_against_trl.endless")
 LENGTH = 8
 
@@ -52,3 +55,26 @@ def test_the_spare_token_has_no_role_or_is_the_unknown_word(tmp_path: Path) -> N
     )
     with pytest.raises(AsyncRLHFError, match="needs a tokenizer with a special token"):
         endless.spare_token(bare)
+
+
+def test_an_interrupted_series_leaves_the_rounds_it_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def their_round(settings: Sequence[str], *_: Any) -> dict[str, Any]:
+        if "seed=9" in settings:
+            raise KeyboardInterrupt
+        return {"samples_per_second": 1.0, "reward": 0.5, "rewards": [0.5]}
+
+    async def alone(*_: Any) -> tuple[float, float]:
+        return 1.0, 0.25
+
+    monkeypatch.setattr(bench, "trl_round", their_round)
+    monkeypatch.setattr(bench, "our_round", lambda *_: {"samples_per_second": 3.0, "reward": 0.4, "rewards": [0.4]})
+    monkeypatch.setattr(bench, "alone", alone)
+    words = ["--repeats", "3", "--first-seed", "7", "--out", str(tmp_path / "series.json"), "batch_size=16"]
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(words)
+    left = json.loads((tmp_path / "series.json").read_text())
+    assert [made["seed"] for made in left["rounds"]] == [7, 8]
+    assert left["ratios"]["asyncrlhf / TRL"]["values"] == [3.0, 3.0]
+    assert left["ratios"]["asyncrlhf / its limit"]["values"] == [0.75, 0.75]
+    with pytest.raises(SystemExit, match="2"):
+        bench.run(["--repeats", "0"])
