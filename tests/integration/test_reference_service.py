@@ -14,7 +14,7 @@ from tests import loop
 from tests.loop import FAKE, Finished
 from tests.numeric import assert_close
 
-WARM = ("generator.temperature=0.7",)
+WARM = ("generator.temperature=0.7", "model.path=tiny")
 KL = (*FAKE, *WARM, "algorithm=grpo", "algorithm.kl=loss", "algorithm.beta=0.1")
 SERVED = (*KL, "reference=service")
 PLACES = {
@@ -58,7 +58,7 @@ def assert_trained_alike(a: Finished, b: Finished) -> None:
 def test_the_training_is_that_of_the_learners_own_reference(
     tmp_path: Path, learners: list[TorchBackend], place: str
 ) -> None:
-    common = (*FAKE, "model.path=tiny", *WARM, *PLACES[place], "async.mode=sync", "steps=3", "checkpoint.every=3")
+    common = (*FAKE, *WARM, *PLACES[place], "async.mode=sync", "steps=3", "checkpoint.every=3")
     own = loop.run(tmp_path / "learner", *common)
     served = loop.run(tmp_path / "service", *common, "reference=service", "reference.token_budget=64")
     assert [backend.reference is None for backend in learners] == [False, True]
