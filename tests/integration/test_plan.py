@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from asyncrlhf.cli.plan_files import experiment
 from asyncrlhf.cli.plan_space import clusters_of
 from asyncrlhf.cli.simulate import changed
 from asyncrlhf.config.compose import compose_config, load_config
+from asyncrlhf.config.sharing import KEEPS_MEMORY
+from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.run import train
 from asyncrlhf.planner.choose import Space
 from asyncrlhf.planner.layout import Layout
@@ -150,6 +153,19 @@ def test_a_learner_may_have_more_ranks_than_a_batch_has_groups(
     assert len(made) < 120, "30 ms each"
     for key, value in cut.items():
         assert getattr(config.learner, key.partition(".")[2]) == value
+
+
+@pytest.mark.parametrize(
+    ("learner", "words"), [({"learner_pipeline": 2}, ()), ({"sharding": "2"}, ()), ({}, ("cluster.offload=false",))]
+)
+def test_what_plan_refuses_without_a_config_the_config_refuses(learner: dict[str, Any], words: tuple[str, ...]) -> None:
+    subject = Subject(
+        ModelShape(1, 8, 8, 8, 1, 1, 8), Workload(8.0, 40.0, 0.8, 400), 8, (nodes_for("H100", 2),), Layout()
+    )
+    task = Task(compose_config(["batch_size=16", *words], None), subject, Space([], [], [], {}), gpus=True)
+    layout = Layout("flatten", ranks=2, replicas=2, batch_size=16, **learner)
+    with pytest.raises(ConfigError, match=re.escape(KEEPS_MEMORY)):
+        changed(task.settings, *task.overrides(layout))
 
 
 @pytest.mark.parametrize(
