@@ -43,8 +43,8 @@ import torch
 
 from asyncrlhf.garbage import keep_existing
 
-# A killed process loses nothing that it wrote, and no test takes a machine's power away: on a slow disk the tests' own
-# process would wait for minutes.
+# A killed process loses nothing that it wrote, and no test takes a machine's power away: the tests' own process
+# would wait for the disk at each of them.
 os.fsync = lambda descriptor: None
 
 # How long an example takes says how busy the machine is, and nothing else.

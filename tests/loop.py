@@ -130,7 +130,7 @@ class Finished:
 @cache
 def small_checkpoint() -> Path:
     """The packaged checkpoint with one layer of 16 random channels: of a fake engine's responses nothing is learned,
-    and its steps take a third of the time."""
+    and steps of this one cost less."""
     folder = Path(tempfile.mkdtemp(prefix="small-checkpoint-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     packaged = Path(resolve(ModelConfig().path))

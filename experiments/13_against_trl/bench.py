@@ -86,10 +86,8 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
             f"generators alone {sides[0]:.3g}, learner alone {sides[1]:.3g}"
         )
         result = summary(rounds) | {"overrides": overrides, "fixed_length": options.fixed_length}
-        if (
-            options.out is not None
-        ):  # after each round: a series takes hours, and an interruption leaves what was measured
-            write(result, options.out)
+        # After each round: a series may take hours, and an interruption leaves what was measured.
+        write(result, options.out)
     show("Trained samples a second", result["samples_per_second"], "samples/s")
     show("Ratios, each of one round", result["ratios"], "")
     show("Mean reward of the last quarter of the steps", result["rewards"], "")
