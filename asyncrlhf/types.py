@@ -102,6 +102,7 @@ class Rollout:
     critic_version: int | None = None  # of the critic that computed the values
     kept_ids: IdArray | None = None  # [K] in total; None without truncation
     kept_counts: IdArray | None = None  # [L]
+    routed_experts: NDArray[np.unsignedinteger] | None = None  # [P+L-1, E] as ``data/routes.py`` lays them out
     epoch: int = 0  # of the request
 
     def __post_init__(self) -> None:
@@ -113,6 +114,9 @@ class Rollout:
         counted = 0 if self.kept_counts is None else int(self.kept_counts.sum())
         if kept != counted or (self.kept_ids is None) != (self.kept_counts is None):
             raise ValueError(f"rollout {self.rollout_id}: {kept} kept ids, where their counts say {counted}")
+        inputs = len(self.prompt.token_ids) + len(self.response_ids) - 1
+        if self.routed_experts is not None and len(self.routed_experts) != inputs:
+            raise ValueError(f"rollout {self.rollout_id}: experts of {len(self.routed_experts)} of {inputs} tokens")
 
 
 @dataclass(frozen=True)
@@ -276,6 +280,7 @@ class TrainBatch:
     critic_versions: IntArray | None = None  # [N] of the critic that computed each sequence's values
     kept_ids: IdArray | None = None  # [K] the tokens that truncated sampling allowed; None without truncation
     kept_counts: IdArray | None = None  # [T] number of them for each token; 0: the whole vocabulary, and on prompts
+    routed_experts: NDArray[np.unsignedinteger] | None = None  # [T, E] of each token as input; 0 on the last ones
 
     @property
     def num_sequences(self) -> int:

@@ -53,6 +53,7 @@ def build_worker(spec: GeneratorSpec, clock: Callable[[], float] = time.monotoni
         answer_ids=answer_ids,
         decode=lambda ids: str(tokenizer.decode(list(ids))),
         offloads=spec.offloads,
+        routes=spec.routes,
     )
 
     decode: Callable[..., Any] = partial(tokenizer.decode, skip_special_tokens=True)

@@ -23,8 +23,11 @@ from asyncrlhf.types import (
     RolloutInfo,
 )
 
-# The fields of a rollout: its arrays, of which the last four may be missing; its other fields without the prompt.
-ARRAYS = ("response_ids", "behavior_logprobs", "policy_versions", "ref_logprobs", "values", "kept_ids", "kept_counts")
+# The fields of a rollout: its arrays, of which the last five may be missing; its other fields without the prompt.
+ARRAYS = (
+    "response_ids", "behavior_logprobs", "policy_versions", "ref_logprobs", "values", "kept_ids", "kept_counts",
+    "routed_experts",
+)  # fmt: skip
 FACTS = ("rollout_id", "group_id", "finish_reason", "response_text", "generator_id", "critic_version", "epoch")
 # What a replica tells of a finished rollout: its epoch, and the first fields of a RolloutInfo, up to its payload.
 _told = attrgetter("epoch", *takewhile(lambda name: name != "payload", (own.name for own in fields(RolloutInfo))))

@@ -60,6 +60,7 @@ def generator_specs(config: RunConfig, weights: WeightsConfig | None = None) -> 
             config.stall_timeout_seconds,
             config.offloads,
             replicas=replicas,
+            routes=config.learner.routing_replay,
         )
         for kind in kinds
         for number in range(kind.config.replicas)

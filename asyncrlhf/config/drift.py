@@ -67,6 +67,7 @@ RULES: dict[str, tuple[Decision, str]] = {
     "learner.zero_offload": (REFUSE, _STATES),
     "learner.zero_offload_params": (REFUSE, _STATES),
     "learner.optim": (REFUSE, _STATES),
+    "learner.routing_replay": (REFUSE, "waiting rollouts carry the experts of their tokens, or lack them"),
     "learner.optim_args": (REFUSE, _STATES),
     "weights": (NOTE, "affects only how weights are sent"),
     "weights.publish_every": (ADAPT, _ON),

@@ -186,6 +186,7 @@ def check_agreement(config: RunConfig) -> None:
     _check_shaped_rewards(config)
     _check_adapter(config)
     _check_pipeline(config)
+    _check_routes(config)
     _check_runtime(config)
     check_sharing(config)
 
@@ -252,6 +253,30 @@ def _check_pipeline(config: RunConfig) -> None:
             f"learner.pipeline_parallel_size={size} does not work with {what}, which goes with the whole policy; "
             "allowed: pipeline_parallel_size=1.",
         )
+
+
+def _check_routes(config: RunConfig) -> None:
+    """Whether every replica can tell the experts of each token, if the learner shall follow them."""
+    if not config.learner.routing_replay:
+        return
+    for own in (kind.config for kind in replica_kinds(config.generator)):
+        told = {
+            "engine=fake": own.engine != "fake",
+            "gpus=0 with engine=vllm, which has no report of experts on a CPU,": own.engine != "vllm" or own.gpus > 0,
+        }
+        if own.engine == "vllm":
+            told |= {
+                "vllm.enable_prefix_caching=false": own.vllm.enable_prefix_caching,
+                f"vllm.pipeline_parallel_size={own.vllm.pipeline_parallel_size}": own.vllm.pipeline_parallel_size == 1,
+                f"stop={own.stop} with engine=vllm": not own.stop,
+            }
+        for what, able in told.items():
+            check(
+                able,
+                f"learner.routing_replay=true needs the experts of each token, and generator.{what} does not tell "
+                "them; allowed: engine=hf, or engine=vllm on GPUs with prefix caching, without pipeline stages and "
+                "stop texts.",
+            )
 
 
 def _check_runtime(config: RunConfig) -> None:

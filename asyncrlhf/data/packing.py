@@ -11,7 +11,10 @@ import numpy as np
 from asyncrlhf.types import FloatArray, IdArray, IntArray, Prompt, Rollout, TrainBatch, TrainSample
 
 # Arrays of a TrainBatch by the unit of their entries; the kept sets of truncated sampling have another layout.
-_TOKENS = ("token_ids", "loss_mask", "response_mask", "behavior_logprobs", "policy_versions", "ref_logprobs", "values")
+_TOKENS = (
+    "token_ids", "loss_mask", "response_mask", "behavior_logprobs", "policy_versions", "ref_logprobs", "values",
+    "routed_experts",
+)  # fmt: skip
 _ROWS = ("rewards", "weights", "group_ids", "rollout_ids", "truncated", "critic_versions")
 
 
@@ -20,7 +23,7 @@ def pack(samples: Sequence[TrainSample]) -> TrainBatch:
 
     Response tokens older than ``masked_before_version`` leave ``loss_mask`` and stay in ``response_mask``. Raises
     ValueError for an empty list, for an empty prompt or response, which leaves no token to condition on or to train,
-    and if only some rollouts have reference log-probs, or values.
+    and if only some rollouts have reference log-probs, values, or experts.
     """
     if not samples:
         raise ValueError("cannot pack a batch of no samples")
@@ -59,7 +62,23 @@ def pack(samples: Sequence[TrainSample]) -> TrainBatch:
         critic_versions=np.array(versions_of_critic, dtype=np.int64) if versions_of_critic else None,
         kept_ids=kept_ids,
         kept_counts=kept_counts,
+        routed_experts=_routes([r.routed_experts for r in rollouts], spans.sum(axis=1)),
     )
+
+
+def _routes(given: Sequence[np.ndarray | None], lengths: IntArray) -> np.ndarray | None:
+    """The experts of each token [T, E]; the last token of each sequence is no model's input and has zeros. None if
+    no rollout has them."""
+    there = [routes for routes in given if routes is not None]
+    if not there:
+        return None
+    if len(there) < len(given):
+        raise ValueError(f"{len(given) - len(there)} of {len(given)} rollouts lack their experts")
+    laid = np.zeros((int(lengths.sum()), there[0].shape[1]), np.result_type(*there))
+    inputs = np.ones(len(laid), np.bool_)
+    inputs[np.cumsum(lengths) - 1] = False
+    laid[inputs] = np.concatenate(there)
+    return laid
 
 
 def _kept(rollouts: Sequence[Rollout], response_mask: np.ndarray) -> tuple[IdArray | None, IdArray | None]:

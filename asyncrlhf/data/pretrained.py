@@ -11,6 +11,7 @@ import transformers
 from asyncrlhf.data.adapter import add_adapter
 from asyncrlhf.data.checkpoint_folder import check_weights, from_pretrained, load_shape, load_tokenizer, resolve
 from asyncrlhf.data.data_config import ModelConfig
+from asyncrlhf.data.routes import Routers
 from asyncrlhf.validation import check, did_you_mean
 
 
@@ -53,6 +54,15 @@ def check_model(config: ModelConfig) -> None:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(shape, trust_remote_code=config.trust_remote_code)
             add_adapter(model, config.lora)
+
+
+def check_routers(config: ModelConfig, asking: str) -> None:
+    """Raise ConfigError unless the model has experts whose choice can be told and followed; reads no weights."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            load_shape(config), trust_remote_code=config.trust_remote_code
+        )
+    Routers(model, asking)
 
 
 def _check_keywords(config: ModelConfig, shape: transformers.PretrainedConfig) -> None:

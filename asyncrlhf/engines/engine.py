@@ -263,10 +263,12 @@ def build_engine(
     answer_ids: AnswerIds | None = None,
     decode: Decode | None = None,
     offloads: bool = False,
+    routes: bool = False,
 ) -> Engine:
     """``load_model`` and ``offloads`` are for the hf engine (vLLM loads the checkpoint itself); ``vocab_size`` and
-    ``answer_ids`` are for the fake engine, ``decode`` is for stop texts."""
-    engine = _build(config, model, load_model, vocab_size, version, answer_ids, offloads)
+    ``answer_ids`` are for the fake engine, ``decode`` is for stop texts. ``routes``: rollouts tell the experts of each
+    token."""
+    engine = _build(config, model, load_model, vocab_size, version, answer_ids, offloads, routes)
     engine.decode = decode
     return engine
 
@@ -279,6 +281,7 @@ def _build(
     version: int,
     answer_ids: AnswerIds | None,
     offloads: bool,
+    routes: bool,
 ) -> Engine:
     if config.engine == "fake":
         from asyncrlhf.engines.fake import FakeEngine
@@ -290,7 +293,7 @@ def _build(
         from asyncrlhf.engines.vllm_core import VllmCore
         from asyncrlhf.engines.vllm_engine import VllmEngine
 
-        return VllmEngine(VllmCore(config, model), slots=config.slots, version=version)
+        return VllmEngine(VllmCore(config, model, routes), slots=config.slots, version=version)
     from asyncrlhf.engines.hf import HFEngine  # transformers takes seconds to import, and the fake engine needs none
 
-    return HFEngine(load_model(model), slots=config.slots, version=version, offloads=offloads)
+    return HFEngine(load_model(model), slots=config.slots, version=version, offloads=offloads, routes=routes)

@@ -27,7 +27,7 @@ OWN_ENGINE = (
     "enable_prefix_caching", "enable_chunked_prefill", "tensor_parallel_size", "pipeline_parallel_size",
     "enable_expert_parallel", "distributed_executor_backend", "enable_sleep_mode", "weight_transfer_config",
     "worker_extension_cls", "disable_log_stats", "kv_cache_memory_bytes", "enable_lora", "max_loras", "max_lora_rank",
-    "max_cpu_loras", "lora_target_modules",
+    "max_cpu_loras", "lora_target_modules", "enable_return_routed_experts",
 )  # fmt: skip
 # Fields of vLLM's EngineArgs that would break the guarantee that a token's version is that of its weights, or
 # that engine and learner hold the same model; with the reason.
@@ -42,7 +42,6 @@ REFUSED_ENGINE = {
     "watermark_config": "changes what is sampled in ways that no log-prob tells the learner",
     "scheduler_cls": "replaces the steps between which weights are loaded",
     "worker_cls": "replaces the workers that load weights",
-    "enable_return_routed_experts": "reports routes of a mixture's tokens that the learner cannot replay",
     "runner": "lets the engine do other things than generate",
     "convert": _OTHER_MODEL,
     "hf_overrides": _OTHER_MODEL,

@@ -14,6 +14,7 @@ from asyncrlhf.data.offload import Offload, free_cache
 from asyncrlhf.engines.engine import CacheMode, Engine, StepOutput, load_named_weights, named_weights
 from asyncrlhf.engines.forward import build_forward
 from asyncrlhf.engines.kv_cache import KVCache
+from asyncrlhf.engines.route_table import RouteReader, RouteTable
 from asyncrlhf.engines.sampling import penalise_repetition, sample_tokens, uniforms
 from asyncrlhf.engines.slots import SlotTable, choose_prefills, plan_score, plan_step
 from asyncrlhf.types import FloatArray, GenerationRequest, IntArray, Rollout
@@ -29,9 +30,16 @@ class HFEngine(Engine):
     """
 
     def __init__(
-        self, model: transformers.PreTrainedModel, *, slots: int, version: int = 0, offloads: bool = False
+        self,
+        model: transformers.PreTrainedModel,
+        *,
+        slots: int,
+        version: int = 0,
+        offloads: bool = False,
+        routes: bool = False,
     ) -> None:
-        """``offloads``: asleep on a CPU, the weights move into a file; on a GPU they move to the host in any case."""
+        """``offloads``: asleep on a CPU, the weights move into a file; on a GPU they move to the host in any case.
+        ``routes``: rollouts tell the experts of each token; ConfigError for a model whose routers cannot."""
         config: Any = model.config
         embedding: Any = model.get_input_embeddings()
         model.train(False)
@@ -49,7 +57,9 @@ class HFEngine(Engine):
             device=model.device,
         )
         super().__init__(slots, version, _context_length(model), int(embedding.num_embeddings))
-        self._table = SlotTable(slots)
+        self._reader = RouteReader(model, "learner.routing_replay=true") if routes else None
+        kept = RouteTable(slots, self._reader.width, self._reader.dtype) if self._reader else None
+        self._table = SlotTable(slots, kept)
         self._holes: list[int] = []  # rows below the table's count that hold no request
         self._row_prompt = [b""] * slots  # by row: the prompt whose keys and values it begins with, or will
         # Prompt -> a row that was prefilled with it under these weights, and holds it until it gets another prompt.
@@ -72,6 +82,8 @@ class HFEngine(Engine):
             for row in sharers:
                 self._donors[self._row_prompt[row]] = row
         rows = np.flatnonzero(table.ready[: table.count])
+        if self._reader is not None and table.routes is not None:
+            table.routes.record(self._reader.take(), rows, table.length[: table.count], prefills)
         self._finished.extend(self._sample(logits, rows))
         return self._report(len(rows))
 
@@ -128,6 +140,8 @@ class HFEngine(Engine):
         self._row_prompt[row] = key
         self._stop_texts |= bool(request.sampling.stop)
         self._table.occupy(row, request, ready=donor is not None)
+        if donor is not None and self._table.routes is not None:
+            self._table.routes.copy(donor, row, len(prompt) - 1)
 
     def _close_holes(self) -> None:
         table = self._table

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrlhf.engines.kv_cache import LENGTH_MULTIPLE, ForwardPlan, KVCache, make_buckets
+from asyncrlhf.engines.route_table import RouteTable
 from asyncrlhf.engines.sampling import Draws, seed_state
 from asyncrlhf.types import FinishReason, GenerationRequest, IdArray, IntArray, Rollout
 
@@ -25,8 +26,9 @@ ROW = np.dtype([
 class SlotTable:
     """Arrays over ``slots`` rows; the active rows are ``0 .. count - 1``. All on the host, vectorised over rows."""
 
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
+    def __init__(self, slots: int, routes: RouteTable | None = None) -> None:
+        """``routes``: where the experts of each token are kept, if the engine reports them."""
+        self.slots, self.routes = slots, routes
         self.count = 0
         self.requests: list[GenerationRequest | None] = [None] * slots
         self.tokens = np.zeros((slots, 0), np.int64)
@@ -51,6 +53,8 @@ class SlotTable:
             sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.repetition_penalty,
         )  # fmt: skip
         self.kept[row] = []
+        if self.routes is not None:
+            self.routes.occupy(row, limit)
 
     def _widen(self, length: int, stops: int) -> None:
         if length > self.tokens.shape[1]:
@@ -65,6 +69,8 @@ class SlotTable:
         for array in (self.tokens, self.logprobs, self.versions, self.stops, self.rows):
             array[target] = array[source]
         self.kept[target] = self.kept[source]
+        if self.routes is not None:
+            self.routes.copy(source, target)
         self.requests[target], self.requests[source] = self.requests[source], None
 
     def append(self, rows: IntArray, draws: Draws, version: int) -> tuple[IntArray, NDArray[np.bool_]]:
@@ -108,6 +114,7 @@ class SlotTable:
             finish_reason=reason,
             kept_ids=np.concatenate(kept) if kept else None,
             kept_counts=np.array([len(ids) for ids in kept], np.int32) if kept else None,
+            routed_experts=None if self.routes is None else self.routes.take(row, part.stop - 1),
         )
 
 

@@ -51,7 +51,8 @@ class VllmCore:
     step during the model's work; on GPUs vLLM's asynchronous scheduling does that here too.
     """
 
-    def __init__(self, config: GeneratorConfig, model: ModelConfig) -> None:
+    def __init__(self, config: GeneratorConfig, model: ModelConfig, routes: bool = False) -> None:
+        """``routes``: results tell the experts of each token."""
         with starting_vllm("generator.engine=vllm", config.vllm.workers if config.gpus == 0 else 1):
             from vllm import SamplingParams
             from vllm.engine.arg_utils import EngineArgs
@@ -59,7 +60,7 @@ class VllmCore:
             from vllm.v1.executor import Executor
 
             register()
-            settings = _known(EngineArgs, engine_arguments(config, model)).create_engine_config()
+            settings = _known(EngineArgs, engine_arguments(config, model, routes)).create_engine_config()
             self._generation_kwargs = dict(config.generation_kwargs or {})
             _known(SamplingParams, self._generation_kwargs)
             self._llm = LLMEngine(settings, Executor.get_class(settings), log_stats=False, multiprocess_mode=False)
@@ -69,6 +70,7 @@ class VllmCore:
         self.trust_remote_code = model.trust_remote_code
         self.in_process = settings.parallel_config.world_size == 1
         self.adapts = settings.lora_config is not None
+        self.routes = routes
         self._lora = model.lora
         self._adapter: Any = None  # of each request
         self.can_sleep, self._sleep_level = config.vllm.enable_sleep_mode, config.vllm.sleep_level
@@ -191,7 +193,7 @@ class VllmCore:
         self._llm.engine_core.shutdown()
 
 
-def engine_arguments(config: GeneratorConfig, model: ModelConfig) -> dict[str, Any]:
+def engine_arguments(config: GeneratorConfig, model: ModelConfig, routes: bool = False) -> dict[str, Any]:
     """The keywords of vLLM's ``EngineArgs``."""
     own = config.vllm
     on_cpu = config.gpus == 0
@@ -222,6 +224,7 @@ def engine_arguments(config: GeneratorConfig, model: ModelConfig) -> dict[str, A
         **adapter_arguments(config, model),
         "weight_transfer_config": {"backend": BACKEND},
         "worker_extension_cls": WORKER_EXTENSION,
+        "enable_return_routed_experts": routes,
         "disable_log_stats": True,
     }
     arguments |= {"load_format": "safetensors", **(own.engine_kwargs or {})}

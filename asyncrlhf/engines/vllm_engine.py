@@ -19,7 +19,9 @@ from asyncrlhf.engines.vllm_core import SCORE_SLOTS, VllmCore, tells_kept
 from asyncrlhf.types import FloatArray, GenerationFailure, GenerationRequest, IdArray, Rollout
 
 if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+    from asyncrlhf.data.routes import RouteArray
 
 
 @dataclass
@@ -114,6 +116,7 @@ class VllmEngine(Engine):
                 finish_reason="stop" if at_stop or made.finish_reason == "stop" else "length",
                 kept_ids=np.concatenate(draft.kept) if draft.kept else None,
                 kept_counts=np.array([len(kept) for kept in draft.kept], np.int32) if draft.kept else None,
+                routed_experts=_routes(made) if self._core.routes else None,
             )
         )
 
@@ -234,6 +237,13 @@ class VllmEngine(Engine):
     def close(self) -> None:
         super().close()
         self._core.close()
+
+
+def _routes(made: CompletionOutput) -> RouteArray:
+    """[P+L-1, E] from vLLM's array [P+L-1, layers, chosen] of a finished response."""
+    told = made.routed_experts
+    assert told is not None, "vLLM did not tell the experts of a response"
+    return np.ascontiguousarray(told.reshape(len(told), -1))
 
 
 def _prompt_logprobs(output: RequestOutput) -> FloatArray:

@@ -9,7 +9,7 @@ come from the layout alone.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,8 @@ class Layout(ABC):
     """Which packed tokens form a sequence, and how they attend to each other."""
 
     position_ids: torch.Tensor  # [1, T]
+    # [T, E] the experts of each token, see ``data/routes.py``; None: the model chooses
+    routes: torch.Tensor | None = field(default=None, kw_only=True)
 
     @abstractmethod
     def attend(
@@ -60,7 +62,12 @@ class PackedLayout(Layout):
 
     @classmethod
     def build(
-        cls, lengths: IntArray, prompts: IntArray, owners: IntArray, device: torch.device | str = "cpu"
+        cls,
+        lengths: IntArray,
+        prompts: IntArray,
+        owners: IntArray,
+        device: torch.device | str = "cpu",
+        routes: torch.Tensor | None = None,
     ) -> PackedLayout:
         """The layout of sequences of ``lengths`` [N] tokens, each at least 1.
 
@@ -86,6 +93,7 @@ class PackedLayout(Layout):
             bounds=(bounds(own), bounds(lengths)),
             most=(int(own.max()), int(lengths.max())),
             key_rows=key_rows,
+            routes=routes,
         )
 
     def attend(

@@ -18,7 +18,8 @@ from torch import nn
 from asyncrlhf.data.packing import microbatch_indices, pack
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.learner.attention import use_packed_attention
-from asyncrlhf.learner.forward import PackedInputs, PackedPolicy, packed_hidden
+from asyncrlhf.learner.forward import PackedInputs, PackedPolicy, packed_hidden, use_float32_head
+from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.passes import AUTOCAST
 from asyncrlhf.types import FloatArray, Rollout, TrainSample
 
@@ -62,6 +63,25 @@ def frozen_copy(model: transformers.PreTrainedModel, device: torch.device) -> Pa
     replaces its target network from time to time instead).
     """
     return PackedPolicy(nn.Module.to(copy.deepcopy(model).eval().requires_grad_(False), device))  # type: ignore[arg-type]
+
+
+def frozen_reference(
+    reference: transformers.PreTrainedModel,
+    config: LearnerConfig,
+    device: torch.device,
+    sequence: SequenceParallel | None,
+) -> PackedPolicy:
+    """The reference as a policy, on ``device`` unless the updater moves it; in the policy's ring ``sequence``, if there
+    is one."""
+    frozen = reference.eval().requires_grad_(False)
+    if config.float32_head:
+        use_float32_head(frozen)
+    if not config.sharded:
+        nn.Module.to(frozen, device)
+    policy = PackedPolicy(frozen)
+    if config.context_parallel_size > 1:
+        policy.sequence = sequence
+    return policy
 
 
 @torch.no_grad()

@@ -55,15 +55,19 @@ class PackedInputs:
         predicted: np.ndarray,
         device: torch.device | str = "cpu",
         sets: tuple[IdArray, IdArray] | None = None,
+        routes: np.ndarray | None = None,
     ) -> PackedInputs:
         """From ``token_ids`` [T], ``cu_seqlens`` [N+1], and ``predicted`` [T]: False on prompts, True after them.
 
-        ``sets``: the kept ids and the counts [T] of a batch whose sampling was truncated.
+        ``sets``: the kept ids and the counts [T] of a batch whose sampling was truncated. ``routes`` [T, E]: the
+        experts of each token; prompts are equal if theirs are, too.
         """
         starts, lengths = cu_seqlens[:-1], np.diff(cu_seqlens)
         prompts = lengths - np.add.reduceat(predicted.astype(np.int64), starts)
         seen: dict[bytes, int] = {}  # the first sequence with each prompt, which owns it
-        texts = (token_ids[first:end].tobytes() for first, end in zip(starts, starts + prompts, strict=True))
+        facts = [token_ids] if routes is None else [token_ids, routes]
+        spans = zip(starts, starts + prompts, strict=True)
+        texts = (b"".join(fact[first:end].tobytes() for fact in facts) for first, end in spans)
         owners = np.array([seen.setdefault(text, index) for index, text in enumerate(texts)])
         shared = np.where(owners == np.arange(len(owners)), 0, prompts)  # prompt tokens that are packed with the owner
         sequence = np.repeat(np.arange(len(lengths)), lengths)
@@ -82,7 +86,13 @@ class PackedInputs:
             token_ids=torch.from_numpy(token_ids[kept])[None].to(device),
             rows=torch.from_numpy(packed[sources]).to(device),
             targets=torch.from_numpy(token_ids[targets]).to(device),
-            layout=PackedLayout.build(lengths - 1, prompts, owners, device),
+            layout=PackedLayout.build(
+                lengths - 1,
+                prompts,
+                owners,
+                device,
+                None if routes is None else torch.from_numpy(routes[kept].astype(np.int16)).to(device),
+            ),
             kept=allowed,
         )
 
@@ -99,7 +109,8 @@ class PackedInputs:
             counts = batch.kept_counts[part]
             sets = (batch.kept_ids[start : start + int(counts.sum())], counts)
         ids, predicted = batch.token_ids[part], batch.response_mask[part]
-        return cls.build(ids, boundaries - part.start, predicted, device, sets)
+        routes = None if batch.routed_experts is None else batch.routed_experts[part]
+        return cls.build(ids, boundaries - part.start, predicted, device, sets, routes)
 
     @classmethod
     def dummy(cls, device: torch.device | str = "cpu") -> PackedInputs:

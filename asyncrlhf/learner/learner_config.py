@@ -152,6 +152,11 @@ class LearnerConfig:
     )
     gradient_checkpointing: bool = setting(False, "Computes activations again in the backward pass, to save memory.")
     compile: bool = setting(False, "Compiles the model by torch.compile; takes minutes at the start.")
+    routing_replay: bool = setting(
+        False,
+        "Mixtures of experts: each token passes the experts that the generator chose for it; else those that the "
+        "present weights choose.",
+    )
     max_skipped_steps: int = setting(10, "Steps in a row with a non-finite gradient before the run fails.", low=1)
     max_restarts: int = setting(
         3, "Deaths of a learner rank, without a new step in between, after which the run ends.", low=0
@@ -177,6 +182,11 @@ class LearnerConfig:
         )
         check_layout(self)
         (self._check_deepspeed if self.backend == "deepspeed" else self._check_torch)()
+        check(
+            not (self.routing_replay and self.compile),
+            "learner.routing_replay does not work with learner.compile, which would compile the routers' own choice; "
+            "allowed: compile=false.",
+        )
         check(
             not (self.compile and self.sharded),
             f"learner.compile does not work with {self.dealt_out or self.layout}, which gathers the weights module by "

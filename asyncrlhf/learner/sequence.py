@@ -94,5 +94,6 @@ class ContextParallel(SequenceParallel):
         places = here[inputs.rows]
         own = torch.nonzero(places >= 0).squeeze(1)
         passed = mine if len(mine) else mine.new_zeros(1)
-        layout = _OnRing(position_ids=whole.position_ids[:, passed], plan=plan, peers=self._peers)
+        routes = None if whole.routes is None else whole.routes[passed]
+        layout = _OnRing(position_ids=whole.position_ids[:, passed], plan=plan, peers=self._peers, routes=routes)
         return part_of(inputs, own, token_ids=inputs.token_ids[:, passed], rows=places[own], layout=layout), own

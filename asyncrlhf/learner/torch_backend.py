@@ -18,7 +18,7 @@ from asyncrlhf.data.adapter import trained_tensors
 from asyncrlhf.data.weight_files import WeightFiles
 from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
 from asyncrlhf.learner import checkpoint
-from asyncrlhf.learner.companions import ValueModel, follow, frozen_copy
+from asyncrlhf.learner.companions import ValueModel, follow, frozen_copy, frozen_reference
 from asyncrlhf.learner.deepspeed_updater import DeepSpeedUpdater
 from asyncrlhf.learner.distributed import all_gather, all_sum, barrier, deal_out, gathered, peers_along
 from asyncrlhf.learner.forward import PackedPolicy, use_float32_head
@@ -29,6 +29,7 @@ from asyncrlhf.learner.metrics import figures, step_statistics
 from asyncrlhf.learner.passes import ForwardPasses
 from asyncrlhf.learner.pipeline_updater import PipelineUpdater
 from asyncrlhf.learner.plan import Microbatch, ResponseTokens, StepPlan, plan_step
+from asyncrlhf.learner.routing_replay import RoutingReplay
 from asyncrlhf.learner.sequence import ContextParallel
 from asyncrlhf.learner.state_writer import StateWriter
 from asyncrlhf.learner.targets import fill, fills, needs_policy, sequence_ess_fraction, set_targets
@@ -91,6 +92,7 @@ class TorchBackend:
         if config.gradient_checkpointing:
             for trunk in (self.model, *(() if self.critic is None else (self.critic.trunk,))):
                 trunk.gradient_checkpointing_enable()
+        self.replay = RoutingReplay(self.model) if config.routing_replay else None
         kind = FsdpUpdater if config.in_rows else UPDATERS[config.backend]
         kind = PipelineUpdater if config.pipeline_parallel_size > 1 else kind
         self.updater = kind(config, self.model, self.policy, self.critic, self.device, ranks, files)
@@ -102,7 +104,9 @@ class TorchBackend:
             for module in (self.policy, self.critic, self.ema if ring else None):
                 if module is not None:
                     module.sequence = split
-        self.reference = self._frozen(reference) if algorithm.needs_reference and reference else None
+        self.reference = None
+        if reference is not None and algorithm.needs_reference:
+            self.reference = self.updater.frozen(frozen_reference(reference, config, self.device, self.policy.sequence))
         self._passes = ForwardPasses(self.updater, self.temperature, config.mixed_precision, self.device)
         self.writer = StateWriter(self.device)  # of checkpoints
         self.policy_version = 0  # completed learner steps
@@ -127,6 +131,8 @@ class TorchBackend:
         Raises AsyncRLHFError after ``learner.max_skipped_steps`` steps in a row without a finite gradient.
         """
         started = time.perf_counter()
+        if self.replay is not None:
+            self.replay.check(batch)
         plan = plan_step(batch, self.algorithm, self.config.token_budget, self.device, self.policy_version)
         tokens = plan.tokens
         self._look_first(plan)
@@ -323,6 +329,8 @@ class TorchBackend:
         found = step_statistics(plan, self.algorithm)
         policy, value = all_sum(torch.stack(losses), self._peers).mean(dim=0).tolist()
         metrics = figures(all_gather(found, self._peers)) | {"loss": policy}
+        if self.replay is not None:
+            metrics["routes_changed"] = self.replay.differing(self.ranks, self.device)
         return metrics if self.critic is None else metrics | {"value_loss": value}
 
     def _guard(self, skipped: bool) -> None:
@@ -332,14 +340,3 @@ class TorchBackend:
                 f"The gradient was not finite in {self._skipped_in_a_row} learner steps in a row "
                 "(learner.max_skipped_steps); lower learner.learning_rate or look at the rewards."
             )
-
-    def _frozen(self, reference: transformers.PreTrainedModel) -> nn.Module:
-        frozen = reference.eval().requires_grad_(False)
-        if self.config.float32_head:
-            use_float32_head(reference)
-        if not self.config.sharded:
-            nn.Module.to(frozen, self.device)
-        policy = PackedPolicy(frozen)
-        if self.config.context_parallel_size > 1:
-            policy.sequence = self.policy.sequence
-        return self.updater.frozen(policy)

@@ -72,7 +72,8 @@ class Ulysses(SequenceParallel):
         own = torch.nonzero((inputs.rows >= first) & (inputs.rows < first + size)).squeeze(1)
         whole = inputs.layout
         assert isinstance(whole, PackedLayout), "a stretch is cut of a whole batch"
-        layout = _Stretch(position_ids=part(whole.position_ids), whole=whole, exchange=self._exchange)
+        routes = None if whole.routes is None else part(whole.routes.T).T
+        layout = _Stretch(position_ids=part(whole.position_ids), whole=whole, exchange=self._exchange, routes=routes)
         rows = inputs.rows[own] - first
         return part_of(inputs, own, token_ids=part(inputs.token_ids), rows=rows, layout=layout), own
 

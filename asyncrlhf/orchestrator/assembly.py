@@ -154,8 +154,7 @@ class Assembly:
         self._file(state.buffer.evict(state.version))
 
     def retire(self) -> set[int]:
-        """File the groups that could only be consumed over the present bound; returns the ids of unfinished
-        rollouts."""
+        """File the groups that could only be consumed over the bound; returns the ids of unfinished rollouts."""
         self.evict()
         state = self._state
         if state.scheduled or state.config.async_.over_stale != "drop":

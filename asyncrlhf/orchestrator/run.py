@@ -23,7 +23,7 @@ from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.unused import unused_settings
 from asyncrlhf.data.checkpoint_folder import context_length, load_shape, load_tokenizer
-from asyncrlhf.data.pretrained import check_model
+from asyncrlhf.data.pretrained import check_model, check_routers
 from asyncrlhf.errors import AsyncRLHFError, ConfigError, DiskFullError, failure_sentence, full_disk
 from asyncrlhf.learner.model_fits import check_dealt_out
 from asyncrlhf.learner.optimizers import check_optimizer
@@ -83,6 +83,8 @@ def prepare(config: RunConfig) -> Prepared:
     check_devices(config)
     check_model(config.model)
     check_dealt_out(load_shape(config.model), config.learner)
+    if config.learner.routing_replay:
+        check_routers(config.model, "learner.routing_replay=true")
     tokenizer = load_tokenizer(config.model)
     completion = config.generator.max_completion_length
     task = _fitting_task(config, tokenizer)

@@ -98,8 +98,7 @@ class WeightPublisher:
         self.raise_if_failed()
 
     async def forget(self) -> None:
-        """The learner is lost: cancel the publish under way and forget the weight group. The next publish is a
-        first."""
+        """The learner is lost: cancel the publish under way, forget the weight group. The next publish is a first."""
         self._down = True
         await self.close()
         self._task = self._group = self._lost = self._ready = None

@@ -140,6 +140,7 @@ FAMILIES: tuple[Family, ...] = (
         ("clip_fraction_negative", "share", "clipped, A < 0", "The same of tokens with a negative advantage."),
         ("harmful_second_moment", "nats^2", "harmful moment", "Mean (log pi / mu)^2 over tokens that moved too far."),
         ("mismatch_kl", "nats", "engine mismatch", "Engine against learner at one version, at the last audit."),
+        ("routes_changed", "share", "routes changed", "Expert choices followed that the learner would not make."),
         ("truncation_mass", "probability", "kept mass", "The policy's mass on the tokens that sampling kept."),
     ),
     _family(

@@ -27,18 +27,22 @@ SCHEMA = pa.schema(
         *(pa.field(name, pa.large_list(kind)) for name, kind in ARRAYS.items()),
     ]
 )
+ROUTES = "routed_experts"  # [P+L-1, E] flat, a column only where there are some
+WITH_ROUTES = SCHEMA.append(pa.field(ROUTES, pa.large_list(pa.uint16())))
 
 
 def write_rollouts(target: Path, rollouts: Sequence[Rollout]) -> None:
     """Write one Arrow IPC file, in the order of ``rollouts``. Their prompts' metadata must be JSON-able."""
+    schema = SCHEMA if all(r.routed_experts is None for r in rollouts) else WITH_ROUTES
+    kinds = ARRAYS if schema is SCHEMA else ARRAYS | {ROUTES: pa.uint16()}
     columns = {
         "facts": pa.array([json.dumps({name: getattr(r, name) for name in FACTS}) for r in rollouts], pa.string()),
         "prompt": pa.array([json.dumps(prompt_to_json(r.prompt)) for r in rollouts], pa.string()).dictionary_encode(),
         **{name: pa.array([_cast(getattr(r, name), kind) for r in rollouts], pa.large_list(kind))
-           for name, kind in ARRAYS.items()},
+           for name, kind in kinds.items()},
     }  # fmt: skip
-    table = pa.table(columns, schema=SCHEMA)
-    with target.open("wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
+    table = pa.table(columns, schema=schema)
+    with target.open("wb") as file, pa.ipc.new_file(file, schema) as writer:
         writer.write_table(table)
 
 
@@ -47,7 +51,7 @@ def read_rollouts(path: Path) -> dict[int, Rollout]:
     try:
         with path.open("rb") as file:
             table = pa.ipc.open_file(file).read_all()
-        if table.schema != SCHEMA:
+        if table.schema not in (SCHEMA, WITH_ROUTES):
             raise ValueError("its columns are not those of rollouts")
         table = table.combine_chunks()
         table.validate(full=True)
@@ -63,18 +67,24 @@ def read_rollouts(path: Path) -> dict[int, Rollout]:
 def _rollouts(table: pa.Table) -> list[Rollout]:
     places = table["prompt"].chunk(0)
     prompts = [prompt_from_json(json.loads(text)) for text in places.dictionary.to_pylist()]
-    arrays = {name: [_array(value) for value in table[name].chunk(0)] for name in ARRAYS}
+    names = [name for name in (*ARRAYS, ROUTES) if name in table.column_names]
+    arrays = {name: [_array(value) for value in table[name].chunk(0)] for name in names}
     rollouts = []
     for i, (text, place) in enumerate(zip(table["facts"].to_pylist(), places.indices.to_pylist(), strict=True)):
         facts: dict[str, Any] = json.loads(text)
         if set(facts) != set(FACTS) or not all(type(facts[name]) is int for name in ("rollout_id", "group_id")):
             raise ValueError(f"row {i} is not a rollout")
-        rollouts.append(Rollout(prompt=prompts[place], **facts, **{name: own[i] for name, own in arrays.items()}))
+        own = {name: column[i] for name, column in arrays.items()}
+        if (routes := own.get(ROUTES)) is not None:
+            inputs = len(prompts[place].token_ids) + len(own["response_ids"]) - 1
+            narrow = np.uint8 if routes.max(initial=0) < 256 else np.uint16
+            own[ROUTES] = routes.reshape(inputs, -1).astype(narrow)
+        rollouts.append(Rollout(prompt=prompts[place], **facts, **own))
     return rollouts
 
 
 def _cast(array: np.ndarray | None, kind: pa.DataType) -> np.ndarray | None:
-    return None if array is None else np.asarray(array, kind.to_pandas_dtype())
+    return None if array is None else np.asarray(array, kind.to_pandas_dtype()).reshape(-1)
 
 
 def _array(value: pa.LargeListScalar) -> Any:

@@ -25,16 +25,23 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams
 
 
+def told_experts(inputs: int) -> np.ndarray:
+    """[inputs, layers, chosen] as vLLM tells them at the end of a response."""
+    return np.arange(inputs * 6, dtype=np.uint8).reshape(inputs, 3, 2)
+
+
 class LateCore:
     """A vLLM whose batches come out two steps after they were sampled, as with asynchronous scheduling on GPUs. Each
     token it samples is the version of the weights that sampled it."""
 
     context, folder, trust_remote_code, adapts = 128, resolve("tiny"), False, False
+    routes = False
     drain = VllmCore.drain
 
     def __init__(self) -> None:
         self.batch_queue: deque[list[Any]] = deque()
         self._left: dict[str, int] = {}
+        self._inputs: dict[str, int] = {}  # tokens whose experts are told at the end: all but the last
         self._weights, self._paused = 0, False
         self.calls: list[str] = []  # of sleep and wake
         self._llm = SimpleNamespace(engine_core=SimpleNamespace(engine_core=self))
@@ -47,7 +54,8 @@ class LateCore:
         self._paused = False
 
     def generate(self, request: GenerationRequest, salt: str) -> None:
-        self._left[str(request.rollout_id)] = request.sampling.max_completion_length
+        name, length = str(request.rollout_id), request.sampling.max_completion_length
+        self._left[name], self._inputs[name] = length, len(request.prompt_ids) + length - 1
 
     def score(self, name: str, text: Any) -> None:
         token = SimpleNamespace(logprob=-1.0)
@@ -71,6 +79,7 @@ class LateCore:
             token_ids=[self._weights],
             logprobs=[{self._weights: SimpleNamespace(logprob=-0.5)}],
             finish_reason="length" if finished else None,
+            routed_experts=told_experts(self._inputs[name]) if finished and self.routes else None,
         )
         return SimpleNamespace(request_id=name, finished=finished, outputs=[made])
 
@@ -168,6 +177,20 @@ def test_tags_are_right_when_batches_come_late() -> None:
         assert isinstance(result, Rollout) and len(result.response_ids) == 14
         np.testing.assert_array_equal(result.response_ids, result.policy_versions)
     assert any(len(set(result.policy_versions.tolist())) > 2 for result in done)
+
+
+def test_the_experts_told_at_the_end_are_the_rollouts() -> None:
+    core = LateCore()
+    core.routes = True
+    engine = VllmEngine(core, slots=4)  # type: ignore[arg-type]
+    sampling = SamplingParams(max_completion_length=5)
+    engine.submit([GenerationRequest(i, 0, Prompt("", "", np.array([3, 4])), i, sampling) for i in range(2)])
+    done: list[Any] = []
+    while engine.in_flight():
+        done += engine.step(0.0).finished
+    for result in done:
+        assert np.array_equal(result.routed_experts, told_experts(2 + 5 - 1).reshape(6, 6))
+        assert result.routed_experts.dtype == np.uint8
 
 
 def test_shares_of_tensor_parallel_workers_become_whole_tensors() -> None:
@@ -282,7 +305,6 @@ REFUSED = (
     "watermark_config", "scheduler_cls", "worker_cls", "runner", "convert", "hf_overrides", "hf_config_path",
     "model_weights", "model_class_overrides", "revision", "nnodes", "node_rank", "master_addr", "master_port",
     "prefill_context_parallel_size", "enable_elastic_ep", "data_parallel_size", "data_parallel_rank",
-    "enable_return_routed_experts",
 )  # fmt: skip
 
 
@@ -298,8 +320,11 @@ def test_more_keywords_of_vllm_pass_through_and_those_with_settings_do_not() -> 
     own = VllmConfig(engine_kwargs={"model_impl": "transformers"})
     config = GeneratorConfig(engine="vllm", vllm=own, generation_kwargs={"frequency_penalty": 0.5})
     assert engine_arguments(config, ModelConfig())["model_impl"] == "transformers"
-    with pytest.raises(ConfigError, match=r"engine_kwargs.max_num_seqs has its own setting"):
-        VllmConfig(engine_kwargs={"max_num_seqs": 3})
+    assert not engine_arguments(config, ModelConfig())["enable_return_routed_experts"]
+    assert engine_arguments(config, ModelConfig(), routes=True)["enable_return_routed_experts"]
+    for name in ("max_num_seqs", "enable_return_routed_experts"):
+        with pytest.raises(ConfigError, match=rf"engine_kwargs.{name} has its own setting"):
+            VllmConfig(engine_kwargs={name: 3})
     own = {*engine_arguments(GeneratorConfig(engine="vllm"), ModelConfig())}
     assert own - {*OWN_ENGINE} == {"load_format"}, "a default that may be replaced"
     with pytest.raises(ConfigError, match=r"generation_kwargs.top_p has its own setting"):

@@ -87,6 +87,8 @@ def test_the_installed_vllm_has_every_name_that_the_code_takes_from_it() -> None
 CALLED = {
     "v1/engine/llm_engine.py": ["add_request", "abort_request", "step", "collective_rpc", "set_weight_version", "sleep",
                                 "wake_up", "reset_prefix_cache", "has_unfinished_requests"],
+    "outputs.py": ["routed_experts"],
+    "engine/arg_utils.py": ["enable_return_routed_experts"],
     "v1/engine/core.py": ["pause_scheduler", "resume_scheduler", "batch_queue"],
     "v1/worker/gpu_worker.py": ["start_weight_update", "update_weights", "finish_weight_update", "get_model"],
     "v1/worker/worker_base.py": ["worker_extension_cls"],
