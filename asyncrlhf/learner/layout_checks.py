@@ -67,8 +67,3 @@ def _check_mesh(config: LearnerConfig) -> None:
         f"learner.dp_replicate_size={config.dp_replicate_size} does not divide the {config.copies} ranks over which "
         f"learner.ranks={config.ranks} deal out the tokens of a batch.",
     )
-    check(
-        config.context_parallel_size == 1 or not config.compile,
-        "learner.compile does not work with learner.context_parallel_size above 1, whose attention waits for other "
-        "ranks in each layer; allowed: compile=false.",
-    )

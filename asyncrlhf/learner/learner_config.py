@@ -151,7 +151,9 @@ class LearnerConfig:
         False, "Under mixed_precision the output layer works in float32, so that its logits are not rounded."
     )
     gradient_checkpointing: bool = setting(False, "Computes activations again in the backward pass, to save memory.")
-    compile: bool = setting(False, "Compiles the model by torch.compile; takes minutes at the start.")
+    compile: bool = setting(
+        False, "Compiles the policy by torch.compile, under sharding layer by layer; takes minutes at the start."
+    )
     routing_replay: bool = setting(
         False,
         "Mixtures of experts: each token passes the experts that the generator chose for it; else those that the "
@@ -188,9 +190,14 @@ class LearnerConfig:
             "allowed: compile=false.",
         )
         check(
-            not (self.compile and self.sharded),
-            f"learner.compile does not work with {self.dealt_out or self.layout}, which gathers the weights module by "
-            "module.",
+            not (self.compile and self.zero_stage == 3),
+            f"learner.compile does not work with {self.layout}, which gathers the weights module by module; allowed: "
+            "learner.sharding=fsdp2.",
+        )
+        check(
+            not (self.compile and self.tensor_parallel_size > 1),
+            f"learner.compile does not work with learner.tensor_parallel_size={self.tensor_parallel_size}: torch's "
+            "compiler fails on layers that transformers' plan divides; allowed: tensor_parallel_size=1.",
         )
 
     def _check_optimizer(self) -> None:
@@ -222,6 +229,11 @@ class LearnerConfig:
         """Whether all parameters are DTensors, each with its layout over the mesh of the ranks."""
         divided = self.sharding == "fsdp2" or self.tensor_parallel_size * self.expert_parallel_size > 1
         return divided and self.pipeline_parallel_size == 1
+
+    @property
+    def compiled_whole(self) -> bool:
+        """Whether the policy is compiled as a whole; where its layers are sharded they are compiled one by one."""
+        return self.compile and not self.in_rows
 
     @property
     def dealt_out(self) -> str:

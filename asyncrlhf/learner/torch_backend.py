@@ -86,7 +86,7 @@ class TorchBackend:
         if not config.sharded:  # the updater moves each part to the device as it partitions it
             nn.Module.to(self.model, self.device)
         opob, zero3 = algorithm.advantage == "opob", config.zero_stage == 3
-        self.policy = PackedPolicy(self.model, compile=config.compile, collision=opob, chunked=not zero3)
+        self.policy = PackedPolicy(self.model, compile=config.compiled_whole, collision=opob, chunked=not zero3)
         self.critic = ValueModel(self.model) if algorithm.needs_critic else None
         self.ema = frozen_copy(self.model, self.device) if algorithm.anchor == "ema" else None
         if config.gradient_checkpointing:

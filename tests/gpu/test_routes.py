@@ -1,4 +1,4 @@
-"""vLLM on a CUDA device tells the experts that transformers' own pass over the text chooses; skipped visibly without."""
+"""vLLM on a CUDA device tells the experts that transformers' pass over the text chooses; skipped without one."""
 
 from __future__ import annotations
 

@@ -168,10 +168,6 @@ def test_four_ranks_in_rings_of_two_and_of_four() -> None:
     ("settings", "sentence"),
     [
         ({"ranks": 3, "context_parallel_size": 2}, r"context_parallel_size=2 does not divide learner\.ranks=3"),
-        (
-            {"ranks": 2, "context_parallel_size": 2, "compile": True},
-            r"learner\.compile does not work with learner\.con",
-        ),
         ({"ranks": 2, "context_parallel_size": 2, "backend": "deepspeed"}, r"context_parallel_size=2 needs .*=torch"),
         ({"context_parallel_size": 0}, r"learner\.context_parallel_size=0 is out of range"),
     ],

@@ -9,6 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from asyncrlhf.config.compose import load_config
@@ -138,13 +139,56 @@ def test_a_checkpoint_of_another_layout_is_refused(two_ranks: list[dict[str, Any
         build().load(folder)
 
 
+def test_the_policys_layers_are_compiled_before_they_are_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer of the policy, none of the critic and the reference."""
+    compiled: list[tuple[torch.nn.Module, dict[str, Any]]] = []
+
+    def note(layer: torch.nn.Module, **options: Any) -> None:
+        assert not isinstance(layer, FSDPModule)
+        compiled.append((layer, options))
+
+    monkeypatch.setattr(torch.nn.Module, "compile", note)
+    trained = build(algorithm=SHORT["ppo"][0], sharding="fsdp2", compile=True)
+    layers = list(trained.model.model.layers)
+    assert [layer for layer, _ in compiled] == layers and all(isinstance(layer, FSDPModule) for layer in layers)
+    assert all(options == {"dynamic": True} for _, options in compiled)
+
+
+COMPILED: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "sharded": {"sharding": "fsdp2", "gradient_checkpointing": True},
+    "in a ring": {"sharding": "fsdp2", "context_parallel_size": 2},
+}
+
+
+def compiled_job(rank: int) -> dict[str, Any]:
+    kl = AlgorithmConfig(kl="loss", beta=0.1)
+    return {
+        name: curve(build(rank, 2, kl, compile=True, **settings), batches(SHORT_STEPS), rank, 2)
+        for name, settings in COMPILED.items()
+    }
+
+
+@pytest.mark.thorough
+def test_compiled_layers_make_the_curve_of_one_plain_rank() -> None:
+    expected = curve(build(algorithm=AlgorithmConfig(kl="loss", beta=0.1)), batches(SHORT_STEPS))
+    for found in run_ranks(compiled_job, 2):
+        for name in COMPILED:
+            for metrics, wanted in zip(found[name], expected, strict=True):
+                for key in ("loss", "grad_norm", "entropy"):
+                    assert_close(metrics[key], wanted[key], atol=1e-4, rtol=1e-4, what=f"{name} {key}")
+
+
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
         ({"sharding": "fsdp"}, r"learner\.sharding=fsdp is not known \(did you mean fsdp2\?\); allowed: none, fsdp2"),
         ({"sharding": "fsdp2", "mixed_precision": "float16"}, r"float16 needs learner\.sharding=none"),
         ({"gradient_reduction": "update"}, r"gradient_reduction=update needs learner\.sharding=fsdp2"),
-        ({"sharding": "fsdp2", "compile": True}, r"learner\.compile does not work with learner\.sharding=fsdp2"),
+        (
+            {"ranks": 2, "tensor_parallel_size": 2, "compile": True},
+            r"learner\.compile does not work with learner\.tensor_parallel_size=2: torch's compiler",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(settings: dict[str, Any], sentence: str) -> None:

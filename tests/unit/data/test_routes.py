@@ -48,9 +48,7 @@ def test_layers_without_experts_keep_their_place() -> None:
 
 
 def test_models_whose_experts_cannot_be_followed_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"it needs a mixture of experts .*; a model of the kind llama has no"
-    ):
+    with pytest.raises(ConfigError, match=r"it needs a mixture of experts .*; a model of the kind llama has no"):
         Routers(llama(), "it")
     # Its router does not call topk.
     with pytest.raises(ConfigError, match=r"those of a model of the kind phimoe do not"):
