@@ -43,6 +43,7 @@ OVERRIDES = (
     "learner.zero_offload=none",
     "learner.zero_offload_params=none",
     "learner.optim=adamw",
+    "learner.routing_replay=false",
     *(f"learner.{size}=1" for size in PARALLEL),
     "learner.virtual_step_seconds=0",
     "weights.transport=auto",

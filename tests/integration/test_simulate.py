@@ -306,6 +306,7 @@ def test_nonsense_is_one_sentence(words: list[str], said: str, capsys: pytest.Ca
         "learner.tensor_parallel_size=2", "learner.expert_parallel_size=2", "learner.context_parallel_size=2",
         "learner.pipeline_parallel_size=2", "learner.optim=adamw_8bit learner.gpus=1",
         "learner.sharding=fsdp2 learner.dp_replicate_size=2 learner.gradient_reduction=update",
+        "learner.routing_replay=true",
     ],
 )  # fmt: skip
 def test_a_run_with_any_learner_can_be_simulated(learner: str) -> None:
