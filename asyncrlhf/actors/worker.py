@@ -48,7 +48,7 @@ class GeneratorSpec:
     offloads: bool = False  # its weights leave the device while it sleeps
     beside_bytes: int = 0  # of its GPU, kept by a sleeping learner
     replicas: int = 1  # that the run starts with; all of them send their results to one controller
-    routes: bool = False  # its rollouts tell the experts of each token
+    routes: bool = False  # its rollouts report the experts of each token
 
 
 class Outbox:

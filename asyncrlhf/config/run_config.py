@@ -256,24 +256,24 @@ def _check_pipeline(config: RunConfig) -> None:
 
 
 def _check_routes(config: RunConfig) -> None:
-    """Whether every replica can tell the experts of each token, if the learner shall follow them."""
+    """Whether every replica can report the experts of each token, if the learner shall follow them."""
     if not config.learner.routing_replay:
         return
     for own in (kind.config for kind in replica_kinds(config.generator)):
-        told = {
+        reported = {
             "engine=fake": own.engine != "fake",
-            "gpus=0 with engine=vllm, which has no report of experts on a CPU,": own.engine != "vllm" or own.gpus > 0,
+            "gpus=0 with engine=vllm, which cannot on a CPU,": own.engine != "vllm" or own.gpus > 0,
         }
         if own.engine == "vllm":
-            told |= {
+            reported |= {
                 "vllm.enable_prefix_caching=false": own.vllm.enable_prefix_caching,
                 f"vllm.pipeline_parallel_size={own.vllm.pipeline_parallel_size}": own.vllm.pipeline_parallel_size == 1,
                 f"stop={own.stop} with engine=vllm": not own.stop,
             }
-        for what, able in told.items():
+        for what, able in reported.items():
             check(
                 able,
-                f"learner.routing_replay=true needs the experts of each token, and generator.{what} does not tell "
+                f"learner.routing_replay=true needs the experts of each token, and generator.{what} does not report "
                 "them; allowed: engine=hf, or engine=vllm on GPUs with prefix caching, without pipeline stages and "
                 "stop texts.",
             )

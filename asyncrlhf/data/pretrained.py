@@ -57,7 +57,7 @@ def check_model(config: ModelConfig) -> None:
 
 
 def check_routers(config: ModelConfig, asking: str) -> None:
-    """Raise ConfigError unless the model has experts whose choice can be told and followed; reads no weights."""
+    """Raise ConfigError unless the model has experts whose choice can be reported and followed; reads no weights."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(
             load_shape(config), trust_remote_code=config.trust_remote_code

@@ -266,8 +266,8 @@ def build_engine(
     routes: bool = False,
 ) -> Engine:
     """``load_model`` and ``offloads`` are for the hf engine (vLLM loads the checkpoint itself); ``vocab_size`` and
-    ``answer_ids`` are for the fake engine, ``decode`` is for stop texts. ``routes``: rollouts tell the experts of each
-    token."""
+    ``answer_ids`` are for the fake engine, ``decode`` is for stop texts. ``routes``: rollouts report the experts of
+    each token."""
     engine = _build(config, model, load_model, vocab_size, version, answer_ids, offloads, routes)
     engine.decode = decode
     return engine

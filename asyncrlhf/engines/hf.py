@@ -39,7 +39,7 @@ class HFEngine(Engine):
         routes: bool = False,
     ) -> None:
         """``offloads``: asleep on a CPU, the weights move into a file; on a GPU they move to the host in any case.
-        ``routes``: rollouts tell the experts of each token; ConfigError for a model whose routers cannot."""
+        ``routes``: rollouts report the experts of each token; ConfigError for a model whose routers cannot."""
         config: Any = model.config
         embedding: Any = model.get_input_embeddings()
         model.train(False)

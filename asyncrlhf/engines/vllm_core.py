@@ -52,7 +52,7 @@ class VllmCore:
     """
 
     def __init__(self, config: GeneratorConfig, model: ModelConfig, routes: bool = False) -> None:
-        """``routes``: results tell the experts of each token."""
+        """``routes``: results report the experts of each token."""
         with starting_vllm("generator.engine=vllm", config.vllm.workers if config.gpus == 0 else 1):
             from vllm import SamplingParams
             from vllm.engine.arg_utils import EngineArgs

@@ -242,7 +242,7 @@ class VllmEngine(Engine):
 def _routes(made: CompletionOutput) -> RouteArray:
     """[P+L-1, E] from vLLM's array [P+L-1, layers, chosen] of a finished response."""
     told = made.routed_experts
-    assert told is not None, "vLLM did not tell the experts of a response"
+    assert told is not None, "vLLM did not report the experts of a response"
     return np.ascontiguousarray(told.reshape(len(told), -1))
 
 

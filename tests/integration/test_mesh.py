@@ -125,6 +125,7 @@ TWO: dict[str, tuple[str, AlgorithmConfig, dict[str, Any], int]] = {
     "tensor, norms of heads, untied": ("qwen3", PPO, {"tensor_parallel_size": 2}, STEPS),
     "tensor of experts": ("qwen3_moe", AlgorithmConfig(), {"tensor_parallel_size": 2}, STEPS),
     "expert": ("qwen3_moe", AlgorithmConfig(), {"expert_parallel_size": 2}, STEPS),
+    "expert, compiled": ("qwen3_moe", AlgorithmConfig(), {"expert_parallel_size": 2, "compile": True}, SHORT),
 }
 
 

@@ -107,7 +107,7 @@ REPLAY = (
 )  # fmt: skip
 
 
-def test_a_run_follows_the_generator_s_experts_and_tells_how_often_they_changed(tmp_path: Path, moe: Path) -> None:
+def test_a_run_follows_the_generators_experts_and_reports_how_often_they_changed(tmp_path: Path, moe: Path) -> None:
     """On policy nothing changes; two steps behind, the learner would choose other experts, and does not."""
     sync = run(tmp_path / "sync", *REPLAY, f"model.path={moe}", "async.mode=sync")
     assert all(row["routes_changed"] < 0.01 for row in sync.metrics), "a near tie may fall either way"
@@ -133,18 +133,18 @@ def test_waiting_rollouts_keep_their_experts_over_a_kill(tmp_path: Path, moe: Pa
 
 
 REFUSED = {
-    "generator.engine=fake": r"generator\.engine=fake does not tell them; allowed: engine=hf",
-    "generator.engine=vllm": r"generator\.gpus=0 with engine=vllm, which has no report of experts on a CPU, does not",
+    "generator.engine=fake": r"generator\.engine=fake does not report them; allowed: engine=hf",
+    "generator.engine=vllm": r"generator\.gpus=0 with engine=vllm, which cannot on a CPU, does not",
     "generator.engine=vllm generator.gpus=1 generator.vllm.enable_prefix_caching=false": "vllm.enable_prefix_caching=f",
     "generator.engine=vllm generator.gpus=2 generator.vllm.pipeline_parallel_size=2": "vllm.pipeline_parallel_size=2",
     "generator.engine=vllm generator.gpus=1 generator.stop=[x]": r"generator\.stop=\['x'\] with engine=vllm",
-    "generator.groups={a:{engine:hf},b:{engine:fake}}": r"generator\.engine=fake does not tell",
+    "generator.groups={a:{engine:hf},b:{engine:fake}}": r"generator\.engine=fake does not report",
     "learner.compile=true": "learner.routing_replay does not work with learner.compile",
 }
 
 
 @pytest.mark.parametrize("settings", REFUSED)
-def test_replicas_that_cannot_tell_the_experts_are_refused(settings: str) -> None:
+def test_replicas_that_cannot_report_the_experts_are_refused(settings: str) -> None:
     with pytest.raises(ConfigError, match=REFUSED[settings]) as caught:
         load_config(["learner.routing_replay=true", *settings.split()])
     assert str(caught.value).count(". ") == 0

@@ -43,7 +43,6 @@ def test_a_share_of_the_batch_goes_to_all_ranks_that_hold_parts_of_one_model() -
             r"dp_replicate_size=4 does not divide the 2 ranks",
         ),
         ({"ranks": 2, "tensor_parallel_size": 2, "optim": "muon"}, r"muon does not work with .*tensor_parallel_size=2"),
-        ({"ranks": 2, "expert_parallel_size": 2, "compile": True}, r"compile does not work with .*expert_parallel_siz"),
         ({"ranks": 2, "tensor_parallel_size": 2, "mixed_precision": "float16"}, r"float16 needs .* no tensor or exper"),
     ],
 )
