@@ -7,6 +7,7 @@ so on; zeros in layers without experts.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,13 +43,11 @@ class Routers:
 
     def __init__(self, model: nn.Module, setting: str) -> None:
         shape: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
-        sizes = [next((getattr(shape, name, None) for name in names if getattr(shape, name, None)), None)
-                 for names in (_EXPERTS, _CHOSEN)]  # fmt: skip
-        what = f"{setting} needs a mixture of experts whose routers choose by topk, such as Qwen3-MoE or Mixtral"
-        if None in sizes:
-            raise ConfigError(f"{what}; a model of the kind {shape.model_type} has no experts.")
         self.layers: int = shape.num_hidden_layers
-        self.experts, self.chosen = int(sizes[0]), int(sizes[1])  # type: ignore[arg-type]
+        self.experts, self.chosen = _size(shape, _EXPERTS), _size(shape, _CHOSEN)
+        what = f"{setting} needs a mixture of experts whose routers choose by topk, such as Qwen3-MoE or Mixtral"
+        if not (self.experts and self.chosen):
+            raise ConfigError(f"{what}; a model of the kind {shape.model_type} has no experts.")
         self.all = _find(model)
         if not self.all or not all(self._obeys(router.module, shape.hidden_size) for router in self.all):
             raise ConfigError(f"{what}; those of a model of the kind {shape.model_type} do not.")
@@ -105,6 +104,11 @@ class _Imposed(TorchFunctionMode):
         self.own = found[1]
         self.calls += 1
         return torch.return_types.topk((scores.gather(-1, self._given), self._given))
+
+
+def _size(shape: Any, names: Sequence[str]) -> int:
+    """The first of these settings that a model's config has; 0 if it has none."""
+    return next((int(found) for name in names if (found := getattr(shape, name, None))), 0)
 
 
 def _find(model: nn.Module) -> list[Router]:
