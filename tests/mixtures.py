@@ -1,4 +1,4 @@
-"""Tiny mixtures of experts, and rollouts that tell the experts of their tokens, for tests."""
+"""Tiny mixtures of experts, and routes for their tokens, for tests."""
 
 from __future__ import annotations
 

@@ -74,10 +74,11 @@ def _routes(given: Sequence[np.ndarray | None], lengths: IntArray) -> np.ndarray
         return None
     if len(there) < len(given):
         raise ValueError(f"{len(given) - len(there)} of {len(given)} rollouts lack their experts")
-    laid = np.zeros((int(lengths.sum()), there[0].shape[1]), np.result_type(*there))
+    joined = np.concatenate(there)
+    laid = np.zeros((int(lengths.sum()), joined.shape[1]), joined.dtype)
     inputs = np.ones(len(laid), np.bool_)
     inputs[np.cumsum(lengths) - 1] = False
-    laid[inputs] = np.concatenate(there)
+    laid[inputs] = joined
     return laid
 
 

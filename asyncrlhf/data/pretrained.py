@@ -56,13 +56,13 @@ def check_model(config: ModelConfig) -> None:
             add_adapter(model, config.lora)
 
 
-def check_routers(config: ModelConfig, asking: str) -> None:
+def check_routers(config: ModelConfig) -> None:
     """Raise ConfigError unless the model has experts whose choice can be reported and followed; reads no weights."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(
             load_shape(config), trust_remote_code=config.trust_remote_code
         )
-    Routers(model, asking)
+    Routers(model)
 
 
 def _check_keywords(config: ModelConfig, shape: transformers.PretrainedConfig) -> None:

@@ -35,17 +35,14 @@ class Router(NamedTuple):
 class Routers:
     """The routers of ``model``, each of which must choose its experts by one ``topk`` over all of them.
 
-    Args:
-        setting: what asks for the routes, for sentences.
-
     Raises ConfigError for a model without experts, or whose routers choose in another way.
     """
 
-    def __init__(self, model: nn.Module, setting: str) -> None:
+    def __init__(self, model: nn.Module) -> None:
         shape: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
         self.layers: int = shape.num_hidden_layers
         self.experts, self.chosen = _size(shape, _EXPERTS), _size(shape, _CHOSEN)
-        what = f"{setting} needs a mixture of experts whose routers choose by topk, such as Qwen3-MoE or Mixtral"
+        what = "learner.routing_replay=true needs a mixture of experts whose routers choose by topk, such as Qwen3-MoE"
         if not (self.experts and self.chosen):
             raise ConfigError(f"{what}; a model of the kind {shape.model_type} has no experts.")
         self.all = _find(model)

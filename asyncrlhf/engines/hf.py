@@ -14,7 +14,7 @@ from asyncrlhf.data.offload import Offload, free_cache
 from asyncrlhf.engines.engine import CacheMode, Engine, StepOutput, load_named_weights, named_weights
 from asyncrlhf.engines.forward import build_forward
 from asyncrlhf.engines.kv_cache import KVCache
-from asyncrlhf.engines.route_table import RouteReader, RouteTable
+from asyncrlhf.engines.route_table import RouteTable
 from asyncrlhf.engines.sampling import penalise_repetition, sample_tokens, uniforms
 from asyncrlhf.engines.slots import SlotTable, choose_prefills, plan_score, plan_step
 from asyncrlhf.types import FloatArray, GenerationRequest, IntArray, Rollout
@@ -57,9 +57,7 @@ class HFEngine(Engine):
             device=model.device,
         )
         super().__init__(slots, version, _context_length(model), int(embedding.num_embeddings))
-        self._reader = RouteReader(model, "learner.routing_replay=true") if routes else None
-        kept = RouteTable(slots, self._reader.width, self._reader.dtype) if self._reader else None
-        self._table = SlotTable(slots, kept)
+        self._table = SlotTable(slots, RouteTable(model, slots) if routes else None)
         self._holes: list[int] = []  # rows below the table's count that hold no request
         self._row_prompt = [b""] * slots  # by row: the prompt whose keys and values it begins with, or will
         # Prompt -> a row that was prefilled with it under these weights, and holds it until it gets another prompt.
@@ -82,8 +80,8 @@ class HFEngine(Engine):
             for row in sharers:
                 self._donors[self._row_prompt[row]] = row
         rows = np.flatnonzero(table.ready[: table.count])
-        if self._reader is not None and table.routes is not None:
-            table.routes.record(self._reader.take(), rows, table.length[: table.count], prefills)
+        if table.routes is not None:
+            table.routes.record(rows, table.length[: table.count], prefills)
         self._finished.extend(self._sample(logits, rows))
         return self._report(len(rows))
 

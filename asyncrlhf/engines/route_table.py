@@ -15,15 +15,21 @@ from asyncrlhf.types import IntArray
 
 
 class RouteTable:
-    """Routes [slots, length, width] of each row's tokens, on the host.
+    """Routes [slots, length, width] of each row's tokens, on the host, from the routers of ``model``, each of which is
+    called once in a forward pass.
 
     A token's routes are those of its first pass. A row that is prefilled again under new weights keeps them: under
     these routes its tokens were sampled.
     """
 
-    def __init__(self, slots: int, width: int, dtype: type[np.unsignedinteger]) -> None:
-        self._routes = np.zeros((slots, 0, width), dtype)
+    def __init__(self, model: nn.Module, slots: int) -> None:
+        """Raises ConfigError for a model whose routers cannot be followed."""
+        self._routers = Routers(model)
+        self._routes = np.zeros((slots, 0, self._routers.width), self._routers.dtype)
         self._known = np.zeros(slots, np.int64)  # tokens of each row whose routes are known
+        self._seen: dict[int, torch.Tensor] = {}  # by layer, of the last forward pass
+        for router in self._routers.all:
+            router.module.register_forward_hook(partial(self._see, router))
 
     def occupy(self, row: int, length: int) -> None:
         """Begin a sequence of at most ``length`` tokens in ``row``."""
@@ -37,13 +43,11 @@ class RouteTable:
         self._routes[target, :known] = self._routes[source, :known]
         self._known[target] = known
 
-    def record(
-        self, passed: RouteArray, rows: IntArray, length: IntArray, prefills: Sequence[tuple[IntArray, list[int]]]
-    ) -> None:
-        """``passed`` [T, width] of a forward pass (``slots.plan_step``): one token of each row, of which those in
+    def record(self, rows: IntArray, length: IntArray, prefills: Sequence[tuple[IntArray, list[int]]]) -> None:
+        """Keep the routes of the last forward pass (``slots.plan_step``): one token of each row, of which those in
         ``rows`` count, then the prefilled sequences with the rows that share them. ``length`` [rows of the pass]: of
         each row, with that token."""
-        start = len(length)
+        passed, start = self._last_pass(), len(length)
         for sequence, sharers in prefills:
             for row in sharers:
                 known = int(self._known[row])
@@ -59,25 +63,13 @@ class RouteTable:
         assert self._known[row] == length, f"routes of {self._known[row]} of {length} tokens"
         return self._routes[row, :length].copy()
 
-
-class RouteReader:
-    """Collects the routes of each forward pass of a model that computes all tokens [T] in one call of each router."""
-
-    def __init__(self, model: nn.Module, setting: str) -> None:
-        self._routers = Routers(model, setting)
-        self.width, self.dtype = self._routers.width, self._routers.dtype
-        self._seen: dict[int, torch.Tensor] = {}
-        for router in self._routers.all:
-            router.module.register_forward_hook(partial(self._see, router))
-
     def _see(self, router: Router, _module: nn.Module, _given: Any, found: tuple[torch.Tensor, ...]) -> None:
         self._seen[router.place] = found[2]
 
-    def take(self) -> RouteArray:
-        """[T, width] of the last forward pass."""
+    def _last_pass(self) -> RouteArray:
+        """[T, width]"""
         some = next(iter(self._seen.values()))
-        routes = torch.zeros((len(some), self.width), dtype=some.dtype, device=some.device)
+        routes = torch.zeros((len(some), self._routers.width), dtype=some.dtype, device=some.device)
         for router in self._routers.all:
             routes[:, self._routers.columns(router)] = self._seen[router.place]
-        self._seen.clear()
-        return routes.cpu().numpy().astype(self.dtype)
+        return routes.cpu().numpy().astype(self._routers.dtype)

@@ -28,7 +28,7 @@ class RoutingReplay:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._routers = Routers(model, "learner.routing_replay=true")
+        self._routers = Routers(model)
         self._followed: dict[int, torch.Tensor] = {}  # of each layer: choices that differ, choices
         for router in self._routers.all:
             given: dict[str, torch.Tensor | None] = {"routes": None}

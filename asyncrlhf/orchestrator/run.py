@@ -84,7 +84,7 @@ def prepare(config: RunConfig) -> Prepared:
     check_model(config.model)
     check_dealt_out(load_shape(config.model), config.learner)
     if config.learner.routing_replay:
-        check_routers(config.model, "learner.routing_replay=true")
+        check_routers(config.model)
     tokenizer = load_tokenizer(config.model)
     completion = config.generator.max_completion_length
     task = _fitting_task(config, tokenizer)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from asyncrlhf.data.data_config import TaskConfig
 from asyncrlhf.tasks.arithmetic import ArithmeticTask
@@ -71,7 +71,7 @@ def make_batch(prompts: list[Prompt], tokenizer: PreTrainedTokenizerFast) -> dic
 
 @torch.no_grad()
 def accuracy(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     task: ArithmeticTask,
     prompts: list[Prompt],
@@ -92,6 +92,39 @@ def accuracy(
     return sum(task.reward(p, t) for p, t in zip(prompts, texts, strict=True)) / len(prompts)
 
 
+def train_on_sums(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    seed: int = 0,
+    batch_size: int = 128,
+    learning_rate: float = 1e-3,
+    max_steps: int = 6000,
+    stop_at: float = 0.2,
+) -> list[dict[str, float]]:
+    """Train until the share ``stop_at`` of sampled held-out answers is right; returns the accuracies on the way."""
+    task = ArithmeticTask(TaskConfig(digits=2, heldout_size=512), tokenizer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01, betas=(0.9, 0.95))
+    source, heldout = task.train_source(seed), task.heldout()
+    curve = []
+    for step in range(1, max_steps + 1):
+        batch = make_batch([source.next() for _ in range(batch_size)], tokenizer)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * min(1.0, step / 100)
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 50 == 0:
+            greedy, sampled = (accuracy(model, tokenizer, task, heldout, sample) for sample in (False, True))
+            curve.append({"step": step, "loss": round(loss.item(), 4), "greedy": greedy, "sampled": sampled})
+            print(curve[-1], flush=True)
+            if sampled >= stop_at:
+                break
+    return curve
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
@@ -105,26 +138,16 @@ def main() -> None:
 
     torch.manual_seed(args.seed)
     tokenizer = make_tokenizer()
-    task = ArithmeticTask(TaskConfig(digits=2, heldout_size=512), tokenizer)
     model = make_model(tokenizer)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.01, betas=(0.9, 0.95))
-    source, heldout = task.train_source(args.seed), task.heldout()
-    curve = []
-    for step in range(1, args.max_steps + 1):
-        batch = make_batch([source.next() for _ in range(args.batch_size)], tokenizer)
-        for group in optimizer.param_groups:
-            group["lr"] = args.learning_rate * min(1.0, step / 100)
-        loss = model(**batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 50 == 0:
-            greedy, sampled = (accuracy(model, tokenizer, task, heldout, sample) for sample in (False, True))
-            curve.append({"step": step, "loss": round(loss.item(), 4), "greedy": greedy, "sampled": sampled})
-            print(curve[-1], flush=True)
-            if sampled >= args.stop_at:
-                break
+    curve = train_on_sums(
+        model,
+        tokenizer,
+        seed=args.seed,
+        batch_size=args.batch_size,
+        learning_rate=args.learning_rate,
+        max_steps=args.max_steps,
+        stop_at=args.stop_at,
+    )
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     if args.curve:

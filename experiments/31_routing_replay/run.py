@@ -23,10 +23,8 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from asyncrlhf.config.compose import load_config
-from asyncrlhf.data.data_config import TaskConfig
 from asyncrlhf.orchestrator.run import train
 from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
-from asyncrlhf.tasks.arithmetic import ArithmeticTask
 
 HERE = Path(__file__).absolute().parent
 RUNS, CURVES = HERE / "runs.csv", HERE / "curves.csv"
@@ -42,12 +40,11 @@ MEANS = ["behavior_kl", "behavior_log_ratio_abs_mean", "ess_fraction", "behavior
 LARGEST = "behavior_log_ratio_abs_max"
 
 
-def make(folder: Path, stop_at: float) -> None:
+def make(folder: Path) -> None:
     """Qwen3-MoE, 4 layers of 8 experts of which a token passes 2, trained on two-digit sums as the packaged model."""
     tiny = importlib.import_module("experiments.00_tiny_checkpoint.make")
     torch.manual_seed(0)
     tokenizer = tiny.make_tokenizer()
-    task = ArithmeticTask(TaskConfig(digits=2, heldout_size=512), tokenizer)
     config = Qwen3MoeConfig(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, moe_intermediate_size=128, num_experts=8,
         num_experts_per_tok=2, norm_topk_prob=True, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
@@ -56,21 +53,7 @@ def make(folder: Path, stop_at: float) -> None:
         eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     model = Qwen3MoeForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, betas=(0.9, 0.95))
-    source, heldout = task.train_source(0), task.heldout()
-    for step in range(1, 6001):
-        batch = tiny.make_batch([source.next() for _ in range(128)], tokenizer)
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * min(1.0, step / 100)
-        model(**batch).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 50 == 0:
-            right = tiny.accuracy(model, tokenizer, task, heldout, sample=True)
-            print(f"step {step}: {right:.3f} of sampled held-out answers are right", flush=True)
-            if right >= stop_at:
-                break
+    tiny.train_on_sums(model, tokenizer)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -146,13 +129,12 @@ def main() -> None:
     parser.add_argument("action", choices=["make", "runs", "plot"])
     parser.add_argument("folder", type=Path, nargs="?", help="of the mixture")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--stop-at", type=float, default=0.2, help="sampled held-out accuracy that ends `make`")
     options = parser.parse_args()
     if options.action != "plot" and options.folder is None:
         parser.error(f"{options.action} needs the mixture's folder")
     torch.set_num_threads(1)
     if options.action == "make":
-        make(options.folder, options.stop_at)
+        make(options.folder)
     elif options.action == "runs":
         run_all(options.folder.absolute(), options.seeds)
     else:

@@ -1,4 +1,4 @@
-"""Which models' experts can be told and followed, and the arrays that carry them."""
+"""Which models' experts can be reported and followed, and the arrays that carry them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.learner.worlds import llama, samples
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_router_follows_the_experts_given_and_weighs_them_as_it_would(kind: str) -> None:
     """Given its own choice it returns the same; given another, the weights of exactly those experts."""
-    routers = Routers(mixture(kind), "it")
+    routers = Routers(mixture(kind))
     router = routers.all[-1].module
     hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -41,26 +41,29 @@ def test_a_router_follows_the_experts_given_and_weighs_them_as_it_would(kind: st
 
 
 def test_layers_without_experts_keep_their_place() -> None:
-    routers = Routers(mixture("qwen3_moe"), "it")
+    routers = Routers(mixture("qwen3_moe"))
     assert [router.place for router in routers.all] == [0, 2]
     assert routers.width == 6 and routers.columns(routers.all[1]) == slice(4, 6)
-    assert Routers(mixture("qwen3_moe", num_experts=300), "it").dtype is np.uint16
+    assert Routers(mixture("qwen3_moe", num_experts=300)).dtype is np.uint16
 
 
 def test_models_whose_experts_cannot_be_followed_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"it needs a mixture of experts .*; a model of the kind llama has no"):
-        Routers(llama(), "it")
+    with pytest.raises(
+        ConfigError,
+        match=r"^learner\.routing_replay=true needs a mixture of experts .*; a model of the kind llama has no",
+    ):
+        Routers(llama())
     # Its router does not call topk.
     with pytest.raises(ConfigError, match=r"those of a model of the kind phimoe do not"):
-        Routers(mixture("phimoe", num_local_experts=8, num_experts_per_tok=2), "it")
+        Routers(mixture("phimoe", num_local_experts=8, num_experts_per_tok=2))
 
 
 def test_a_checkpoint_is_checked_without_its_weights(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "model")
     (folder / "model.safetensors").write_bytes(b"not weights")
-    check_routers(ModelConfig(path=str(folder)), "it")
+    check_routers(ModelConfig(path=str(folder)))
     with pytest.raises(ConfigError, match="has no experts"):
-        check_routers(ModelConfig(), "it")
+        check_routers(ModelConfig())
 
 
 def routed(count: int = 6, width: int = 6) -> list[TrainSample]:
