@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,13 +13,90 @@ import transformers
 from torch import nn
 
 from asyncrlhf.engines.kv_cache import ForwardPlan, KVCache
+from asyncrlhf.engines.slots import Prefill, SlotTable, plan_score, plan_step
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.types import IntArray
 
 ATTENTION_NAME = "asyncrlhf_slots"
 Forward = Callable[[KVCache, ForwardPlan], torch.Tensor]  # -> logits [num_logits, V]
 
 _LEAN_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # the others depend on the sequence's length
+
+
+class Passes(ABC):
+    """The forward passes of the hf engine's rows, and what is kept of each row's tokens between two of them."""
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int:
+        """Tokens for which each row has room."""
+
+    @abstractmethod
+    def reserve(self, length: int) -> None:
+        """Make room for ``length`` tokens in every row."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Free what is kept of all rows, and its memory. Rows in flight are prefilled again."""
+
+    @abstractmethod
+    def can_copy(self, tokens: int, prompt: int) -> bool:
+        """Whether a row with ``tokens`` tokens, whose first ``prompt`` are its prompt, still gives another row what
+        :meth:`copy_rows` needs for that prompt."""
+
+    @abstractmethod
+    def copy_rows(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
+        """Give rows ``target`` what is kept of the first ``length`` tokens of rows ``source``, or of more of them."""
+
+    @abstractmethod
+    def step(self, table: SlotTable, prefills: Sequence[Prefill]) -> torch.Tensor:
+        """One decode iteration of all rows of ``table`` together with ``prefills`` -> logits [table.count, V], of which
+        those of rows that are not ready have no meaning."""
+
+    @abstractmethod
+    def score(self, text: IntArray) -> torch.Tensor:
+        """The logits [L, V] of a text alone [L]; nothing is kept."""
+
+
+class SlotPasses(Passes):
+    """Packed passes over a static KV cache with one row per slot. Raises ConfigError for a model that has none."""
+
+    def __init__(self, model: transformers.PreTrainedModel, slots: int) -> None:
+        config: Any = model.config
+        heads = config.num_attention_heads
+        self._device = model.device
+        self._forward = build_forward(model)
+        self._cache = KVCache(
+            layers=config.num_hidden_layers,
+            slots=slots,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            dtype=model.dtype,
+            device=model.device,
+        )
+
+    @property
+    def capacity(self) -> int:
+        return self._cache.capacity
+
+    def reserve(self, length: int) -> None:
+        self._cache.reserve(length)
+
+    def release(self) -> None:
+        self._cache.release()
+
+    def can_copy(self, tokens: int, prompt: int) -> bool:
+        return True
+
+    def copy_rows(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
+        self._cache.copy_rows(source, target, length)
+
+    def step(self, table: SlotTable, prefills: Sequence[Prefill]) -> torch.Tensor:
+        return self._forward(self._cache, plan_step(table, prefills, self._cache, self._device))
+
+    def score(self, text: IntArray) -> torch.Tensor:
+        return self._forward(self._cache, plan_score(text, self._device))
 
 
 def build_forward(model: transformers.PreTrainedModel) -> Forward:

@@ -12,11 +12,10 @@ import transformers
 
 from asyncrlhf.data.offload import Offload, free_cache
 from asyncrlhf.engines.engine import CacheMode, Engine, StepOutput, load_named_weights, named_weights
-from asyncrlhf.engines.forward import build_forward
-from asyncrlhf.engines.kv_cache import KVCache
+from asyncrlhf.engines.forward import Passes, SlotPasses
 from asyncrlhf.engines.route_table import RouteTable
 from asyncrlhf.engines.sampling import penalise_repetition, sample_tokens, uniforms
-from asyncrlhf.engines.slots import SlotTable, choose_prefills, plan_score, plan_step
+from asyncrlhf.engines.slots import SlotTable, choose_prefills
 from asyncrlhf.types import FloatArray, GenerationRequest, IntArray, Rollout
 
 
@@ -40,22 +39,12 @@ class HFEngine(Engine):
     ) -> None:
         """``offloads``: asleep on a CPU, the weights move into a file; on a GPU they move to the host in any case.
         ``routes``: rollouts report the experts of each token; ConfigError for a model whose routers cannot."""
-        config: Any = model.config
         embedding: Any = model.get_input_embeddings()
         model.train(False)
         self._model = model
         self._device = model.device
         self._offload = Offload(model.device) if offloads or model.device.type == "cuda" else None
-        self._forward = build_forward(model)
-        heads = config.num_attention_heads
-        self._cache = KVCache(
-            layers=config.num_hidden_layers,
-            slots=slots,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            dtype=model.dtype,
-            device=model.device,
-        )
+        self._passes: Passes = SlotPasses(model, slots)
         super().__init__(slots, version, _context_length(model), int(embedding.num_embeddings))
         self._table = SlotTable(slots, RouteTable(model, slots) if routes else None)
         self._holes: list[int] = []  # rows below the table's count that hold no request
@@ -74,7 +63,7 @@ class HFEngine(Engine):
         if not table.count:
             return self._report()
         prefills = choose_prefills(table)
-        logits = self._forward(self._cache, plan_step(table, prefills, self._cache, self._device))
+        logits = self._passes.step(table, prefills)
         for _, sharers in prefills:
             table.ready[sharers] = True
             for row in sharers:
@@ -121,16 +110,16 @@ class HFEngine(Engine):
             self._occupy(row, self._queue.popleft(), copies)
         if copies:
             source, target = zip(*copies, strict=True)
-            self._cache.copy_rows(source, target, max(int(self._table.prompt_length[row]) for row in target))
+            self._passes.copy_rows(source, target, max(int(self._table.prompt_length[row]) for row in target))
         if self._holes:
             self._close_holes()
 
     def _occupy(self, row: int, request: GenerationRequest, copies: list[tuple[int, int]]) -> None:
         prompt = request.prompt_ids
-        self._cache.reserve(len(prompt) + request.sampling.max_completion_length)
+        self._passes.reserve(len(prompt) + request.sampling.max_completion_length)
         key = np.ascontiguousarray(prompt, np.int64).tobytes()
         donor = self._donors.get(key)
-        if donor is not None and self._row_prompt[donor] != key:
+        if donor is not None and not self._gives(donor, key, len(prompt)):
             del self._donors[key]
             donor = None
         if donor is not None and donor != row:
@@ -141,6 +130,10 @@ class HFEngine(Engine):
         if donor is not None and self._table.routes is not None:
             self._table.routes.copy(donor, row, len(prompt) - 1)
 
+    def _gives(self, donor: int, key: bytes, prompt: int) -> bool:
+        """Whether row ``donor`` still holds the prompt ``key`` of ``prompt`` tokens for a further row."""
+        return self._row_prompt[donor] == key and self._passes.can_copy(int(self._table.length[donor]), prompt)
+
     def _close_holes(self) -> None:
         table = self._table
         survivors = table.count - len(self._holes)
@@ -148,7 +141,7 @@ class HFEngine(Engine):
         holes = set(self._holes)
         sources = [row for row in range(survivors, table.count) if row not in holes]
         if sources:
-            self._cache.copy_rows(sources, targets, int(table.length[sources].max()))
+            self._passes.copy_rows(sources, targets, int(table.length[sources].max()))
         for source, target in zip(sources, targets, strict=True):
             key = self._row_prompt[source]
             self._row_prompt[target], self._row_prompt[source] = key, b""
@@ -174,8 +167,8 @@ class HFEngine(Engine):
             return
         self.asleep = True
         self._forget_keys()
-        self._capacity = self._cache.capacity
-        self._cache.release()
+        self._capacity = self._passes.capacity
+        self._passes.release()
         self._weights_out()
 
     def wake(self) -> None:
@@ -184,7 +177,7 @@ class HFEngine(Engine):
         self.asleep = False
         if self._offload is not None:
             self._offload.back()
-        self._cache.reserve(self._capacity)
+        self._passes.reserve(self._capacity)
 
     def _weights_out(self) -> None:
         if self._offload is None:
@@ -230,15 +223,15 @@ class HFEngine(Engine):
     def _score(self, text: IntArray) -> FloatArray:
         if len(text) < 2:
             return np.zeros(0, np.float32)
-        plan = plan_score(text, self._device)
-        logprobs = torch.log_softmax(self._forward(self._cache, plan).float(), dim=-1)
+        logprobs = torch.log_softmax(self._passes.score(text).float(), dim=-1)
         # Entry t is the log-prob of token t + 1; the prediction of the last token is left out.
-        return logprobs[:-1].gather(1, plan.input_ids[1:, None])[:, 0].cpu().numpy()
+        following = torch.from_numpy(text[1:, None]).to(logprobs.device)
+        return logprobs[:-1].gather(1, following)[:, 0].cpu().numpy()
 
     def close(self) -> None:
         super().close()
         self._forget_keys()
-        self._cache.release()
+        self._passes.release()
 
 
 def _context_length(model: transformers.PreTrainedModel) -> int:

@@ -118,16 +118,17 @@ class SlotTable:
         )
 
 
+Prefill = tuple[IntArray, list[int]]  # a sequence, and the rows that share it
 PREFILL_TOKENS = 8192  # tokens of one forward pass: bounds its memory if many long sequences need a prefill at once
 
 
-def choose_prefills(table: SlotTable) -> list[tuple[IntArray, list[int]]]:
+def choose_prefills(table: SlotTable) -> list[Prefill]:
     """Sequences to prefill now, each with the rows that share it, shortest first.
 
     The decode iteration processes a row's last token. Rows with equal tokens (siblings of one group) share one prefill.
     Rows over the budget wait for the next step.
     """
-    shared: dict[bytes, tuple[IntArray, list[int]]] = {}
+    shared: dict[bytes, Prefill] = {}
     tokens = 0
     for row in np.flatnonzero(~table.ready[: table.count]):
         sequence = table.tokens[row, : table.length[row] - 1]
@@ -144,7 +145,7 @@ def choose_prefills(table: SlotTable) -> list[tuple[IntArray, list[int]]]:
 
 
 def plan_step(
-    table: SlotTable, prefills: Sequence[tuple[IntArray, list[int]]], cache: KVCache, device: torch.device
+    table: SlotTable, prefills: Sequence[Prefill], cache: KVCache, device: torch.device
 ) -> ForwardPlan:
     """One decode iteration of all active rows together with ``prefills``."""
     n = table.count

@@ -193,13 +193,13 @@ def test_siblings_share_one_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = make_requests(SamplingParams(6), [20, 15], siblings=4)
     engine = HFEngine(make_model(), slots=3)
     sizes: list[int] = []
-    forward = engine._forward
+    step = engine._passes.step
 
-    def counted(cache: Any, plan: Any) -> torch.Tensor:
-        sizes.append(len(plan.input_ids) - plan.num_decode)
-        return forward(cache, plan)
+    def counted(table: Any, prefills: Any) -> torch.Tensor:
+        sizes.append(sum(len(sequence) for sequence, _ in prefills))
+        return step(table, prefills)
 
-    monkeypatch.setattr(engine, "_forward", counted)
+    monkeypatch.setattr(engine._passes, "step", counted)
     run(engine, requests)
     assert sum(sizes) == 19 + 14
 
@@ -278,7 +278,7 @@ def test_errors_of_the_forward_pass_propagate(monkeypatch: pytest.MonkeyPatch) -
     def broken(cache: Any, plan: Any) -> torch.Tensor:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(engine, "_forward", broken)
+    monkeypatch.setattr(engine._passes, "step", broken)
     engine.submit(make_requests(SamplingParams(3), [4]))
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.step(0.0)
