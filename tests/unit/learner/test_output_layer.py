@@ -15,7 +15,8 @@ from asyncrlhf.engines.sampling import sample_tokens
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner import forward
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.forward import PackedPolicy, use_float32_head
+from asyncrlhf.learner.forward import PackedPolicy
+from asyncrlhf.learner.output_layer import use_float32_head
 from asyncrlhf.learner.learner_config import LearnerConfig, ReferenceConfig
 from tests.numeric import assert_close
 from tests.unit.learner.test_forward import GQA
