@@ -34,7 +34,9 @@ class LayerChoice:
             return
         kept = self._kept()
         sizes = self._sizes
-        periods = any(_PERIODS.search(k) and isinstance(v, int) and v > 1 for k, v in sizes.items())
+        periods = len(set(self._kinds())) == 1 and any(
+            _PERIODS.search(k) and type(v) is int and v > 1 for k, v in sizes.items()
+        )
         while periods and len(kept) < min(2 * LONGEST_PERIOD, self._count):
             kept = sorted({*kept, next(i for i in range(self._count) if i not in kept)})
         for name, value in sizes.items():
