@@ -67,6 +67,8 @@ def _built(
     if largest.numel() > MOST_PARAMETERS:
         raise ValueError(f"a parameter has the shape {list(largest.shape)}")
     model: transformers.PreTrainedModel = create(config, dtype=dtype).eval()
+    if dtype == torch.float64 and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # grouped products have no float64
     _enlarge(model)
     _spread(model)
     return model
@@ -82,7 +84,7 @@ def _text_part(
         text = shape
     for config in (text, shape):
         if type(config) in families:
-            own = families[type(config)]
+            own: Any = families[type(config)]
             own = own[0] if isinstance(own, tuple) else own
             # A config with several parts may name the class of its text part.
             return (text if own.config_class is type(text) else config), own._from_config
@@ -137,6 +139,8 @@ def _enlarge(model: nn.Module) -> None:
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if name.endswith("dt_bias") and parameter.min() >= 0:
+                parameter.fill_(-2.0)  # else a state forgets a token within some others, and faults with it
             if _OWN_START.search(name):
                 continue
             if parameter.ndim >= 2 and parameter.numel() > max(parameter.shape):

@@ -20,8 +20,12 @@ WIDTH_STEP = 8  # rows of matrices lie at multiples of 16 bytes, as some kernels
 
 # For fields without a value, where the family's constructor needs one.
 FILLINGS: dict[str, Any] = {
-    "head_dim": HEAD_SIZE, "num_key_value_heads": HEADS // 2, "n_routed_experts": EXPERTS, "n_shared_experts": 1, "num_experts_per_tok": 2,
-}  # fmt: skip
+    "head_dim": HEAD_SIZE,
+    "num_key_value_heads": HEADS // 2,
+    "n_routed_experts": EXPERTS,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+}
 
 _HIDDEN_NAMES = ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim", "dim_model")
 _HEAD_NAMES = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads")
