@@ -140,7 +140,7 @@ def _enlarge(model: nn.Module) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("dt_bias") and parameter.min() >= 0:
-                parameter.fill_(-2.0)  # else a state forgets a token within some others, and faults with it
+                parameter.fill_(-3.0)  # else a state forgets a token within some others, and faults with it
             if _OWN_START.search(name):
                 continue
             if parameter.ndim >= 2 and parameter.numel() > max(parameter.shape):

@@ -39,7 +39,7 @@ def test_every_earlier_token_matters_and_no_later_one(family: str) -> None:
         other[place] = 90
         moved = (logits(model, other) - found).abs().amax(-1)
         assert (moved[:place] < 1e-9).all(), "a later token changed an earlier prediction"
-        assert moved[place:10].min() > 1e-3, f"token {place} is invisible to a later prediction"
+        assert moved[place:10].min() > 1e-4, f"token {place} is invisible to a later prediction"
 
 
 def test_weights_follow_the_seed_alone_and_global_states_stay() -> None:
