@@ -139,9 +139,7 @@ def _sees_ahead(model: transformers.PreTrainedModel) -> str | None:
     return None
 
 
-def _learns(
-    model: transformers.PreTrainedModel, more: dict[str, Any], trained: dict[str, torch.Tensor] | None
-) -> str:
+def _learns(model: transformers.PreTrainedModel, more: dict[str, Any], trained: dict[str, torch.Tensor] | None) -> str:
     config = LearnerConfig(learning_rate=1e-3, **more)
     backend = TorchBackend(copy.deepcopy(model), BackendSpec(learner=config, algorithm=AlgorithmConfig(), steps=STEPS))
     texts = texts_of(model)
@@ -163,9 +161,7 @@ def _learns(
     return ""
 
 
-def _same_gradients(
-    model: torch.nn.Module, plain: torch.nn.Module, found: torch.Tensor, wanted: torch.Tensor
-) -> bool:
+def _same_gradients(model: torch.nn.Module, plain: torch.nn.Module, found: torch.Tensor, wanted: torch.Tensor) -> bool:
     weights = torch.linspace(-1, 1, len(found))
     sides = []
     for network, logprobs in ((model, found), (plain, wanted)):
@@ -234,9 +230,7 @@ def _answers(engine: HFEngine, texts: Sequence[tuple[IntArray, int]]) -> Iterato
     """Answers that together pass some windows of the model, with siblings, and more requests than slots."""
     engine.submit(
         [
-            GenerationRequest(
-                i, i // 2, Prompt(str(i // 2), "", text[:prompt]), i, SamplingParams(len(text) - prompt)
-            )
+            GenerationRequest(i, i // 2, Prompt(str(i // 2), "", text[:prompt]), i, SamplingParams(len(text) - prompt))
             for i, (text, prompt) in enumerate(texts)
         ]
     )

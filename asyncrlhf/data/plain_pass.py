@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -76,7 +77,7 @@ def plain_logits(model: transformers.PreTrainedModel, texts: Sequence[IntArray])
         for text in texts:
             ids = torch.from_numpy(text).to(model.device)
             try:
-                whole, part = (model(input_ids=x[None]).logits[0] for x in (ids, ids[:-1]))
+                whole, part = (uncached(model, x).logits[0] for x in (ids, ids[:-1]))
             except MISCALLED as error:
                 raise ConfigError(
                     f"model.path: transformers' own forward pass of {type(model).__name__} fails on a plain text: "
@@ -92,6 +93,19 @@ def plain_logits(model: transformers.PreTrainedModel, texts: Sequence[IntArray])
                     f"change by {peeked:.1g} with a later token; allowed: a causal language model."
                 )
     return found
+
+
+def uncached(model: Any, text: torch.Tensor, **more: Any) -> Any:
+    """The output of ``model``, or of its trunk, for one text [L] by its own forward pass."""
+    known = inspect.signature(model.forward).parameters
+    takes_more = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
+    options = {"use_cache": False} if takes_more or "use_cache" in known else {}
+    return model(input_ids=text[None], **options, **more)
+
+
+def takes(model: Any, name: str) -> bool:
+    """Whether the forward pass of ``model`` has an argument ``name``."""
+    return name in inspect.signature(model.forward).parameters
 
 
 @contextmanager

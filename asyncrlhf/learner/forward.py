@@ -282,9 +282,11 @@ class PackedPolicy(nn.Module):
             np.arange(4, dtype=np.int64), np.array([0, 4]), np.array([False, True, True, True]), head.weight.device
         )
         hidden = self._trunk(inputs).index_select(0, inputs.rows)
-        # Another width: the model changes its hidden states before the output layer.
-        fits = hidden.shape[1] == head.weight.shape[1]
-        return fits and torch.allclose(head(hidden), predicting_logits(self.model, inputs), rtol=1e-3, atol=1e-4)
+        # Another width or type: the model changes its hidden states before the output layer.
+        fits = (hidden.shape[1], hidden.dtype) == (head.weight.shape[1], head.weight.dtype)
+        return fits and torch.allclose(
+            head(hidden).float(), predicting_logits(self.model, inputs).float(), rtol=1e-3, atol=1e-4
+        )
 
 
 class _Operations(TorchDispatchMode):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ import torch
 import transformers
 from torch import nn
 
+from asyncrlhf.data.plain_pass import takes, uncached
 from asyncrlhf.learner.attention import IMPLEMENTATION, PackedLayout
 
 if TYPE_CHECKING:
@@ -24,8 +24,10 @@ def is_packed(model: Any) -> bool:
 def trunk_of(model: transformers.PreTrainedModel) -> Any:
     """The part of ``model`` below the output layer."""
     below: Any = model.base_model
+    if below is not model:
+        return below
     # Some classes name their trunk otherwise than their base_model_prefix says, and are then their own base model.
-    return below if below is not model else model.get_decoder()
+    return next((part for part in model.children() if isinstance(part, transformers.PreTrainedModel)), model)
 
 
 def name_of_trunk(model: transformers.PreTrainedModel) -> str:
@@ -38,18 +40,18 @@ def last_hidden(trunk: Any, inputs: PackedInputs) -> torch.Tensor:
     """The last hidden states [K, hidden] of ``inputs``."""
     if is_packed(trunk):
         return _together(trunk, inputs).last_hidden_state[0]
-    parts = [_alone(trunk, text).last_hidden_state[0, -own:] for text, own in _texts(inputs)]
+    parts = [uncached(trunk, text).last_hidden_state[0, -own:] for text, own in _texts(inputs)]
     return torch.cat(parts)
 
 
 def predicting_logits(model: Any, inputs: PackedInputs) -> torch.Tensor:
     """The logits [M, V] that predict the M targets, by the model's own forward, which may scale or cap them."""
-    keeps = _takes(model, "logits_to_keep")
+    keeps = takes(model, "logits_to_keep")
     if is_packed(model):
         logits = _together(model, inputs, **({"logits_to_keep": inputs.rows} if keeps else {})).logits[0]
         return logits if keeps else logits.index_select(0, inputs.rows)
     parts = [
-        _alone(model, text, **({"logits_to_keep": own} if keeps else {})).logits[0, -own:]
+        uncached(model, text, **({"logits_to_keep": own} if keeps else {})).logits[0, -own:]
         for text, own in _texts(inputs)
     ]
     return torch.cat(parts).index_select(0, inputs.rows)
@@ -83,11 +85,6 @@ def _together(model: Any, inputs: PackedInputs, **more: Any) -> Any:
     return model(input_ids=inputs.token_ids, position_ids=places, packed_layout=layout, use_cache=False, **more)
 
 
-def _alone(model: Any, text: torch.Tensor, **more: Any) -> Any:
-    cached = {"use_cache": False} if _takes(model, "use_cache") else {}
-    return model(input_ids=text[None], **cached, **more)
-
-
 def _texts(inputs: PackedInputs) -> Iterator[tuple[torch.Tensor, int]]:
     """The tokens of each sequence, a prompt that is packed with another one included, and how many are its own."""
     layout, ids = inputs.layout, inputs.token_ids[0]
@@ -95,7 +92,3 @@ def _texts(inputs: PackedInputs) -> Iterator[tuple[torch.Tensor, int]]:
     for first, own, prompt, shared in layout.spans.tolist():
         if own:
             yield torch.cat((ids[prompt : prompt + shared], ids[first : first + own])), own
-
-
-def _takes(model: Any, name: str) -> bool:
-    return name in inspect.signature(model.forward).parameters

@@ -129,7 +129,7 @@ def _logprobs(policy: PackedPolicy, texts: Sequence[IntArray]) -> list[torch.Ten
     inputs = PackedInputs.build(
         np.concatenate(texts), np.concatenate([[0], np.cumsum(lengths)]), predicted, policy.model.device
     )
-    return list(policy(inputs, 1.0).logprobs.double().split((lengths - 4).tolist()))
+    return list(policy.alone(inputs, 1.0).logprobs.double().split((lengths - 4).tolist()))
 
 
 def _own_logprobs(logits: torch.Tensor, text: IntArray) -> torch.Tensor:
