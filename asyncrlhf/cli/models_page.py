@@ -23,7 +23,13 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from asyncrlhf.cli.model_ways import (
-    REFUSED, Way, engine_way, export_way, learner_way, quiet, without_figures,
+    REFUSED,
+    Way,
+    engine_way,
+    export_way,
+    learner_way,
+    quiet,
+    without_figures,
 )  # fmt: skip
 from asyncrlhf.data.miniature import MISFITS, build_miniature
 from asyncrlhf.errors import ConfigError

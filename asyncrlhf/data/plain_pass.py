@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 import transformers
 
+from asyncrlhf.data.checkpoint_folder import longest_span
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.types import IntArray
 
@@ -19,7 +19,6 @@ from asyncrlhf.types import IntArray
 MISCALLED = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, NotImplementedError)
 # Parameters times tokens of one pass that every process can afford at its start: 135M parameters and 37 tokens.
 AFFORDABLE = 5e9
-SPANS = re.compile(r"window|chunk")  # settings that say how far a layer sees, in tokens
 
 
 def rounding(dtype: torch.dtype) -> float:
@@ -35,21 +34,10 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> 
     return float(apart.mean() if dtype.itemsize < 4 else apart.max())
 
 
-def longest_span(model: transformers.PreTrainedModel) -> int:
-    """The most tokens of a window or chunk in the model's config; 0 if it has none."""
-    settings = model.config.get_text_config().to_dict()
-    found = [
-        value
-        for name, value in settings.items()
-        if SPANS.search(name) and isinstance(value, int) and not isinstance(value, bool)
-    ]
-    return max(found, default=0)
-
-
 def probe_lengths(model: transformers.PreTrainedModel) -> tuple[int, ...]:
     """Lengths of texts that show how a model treats neighbours; the longest one exceeds every window if a pass
     over it is affordable."""
-    longest = longest_span(model) + 5
+    longest = longest_span(model.config) + 5
     context = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or longest)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if longest > context or longest * parameters > AFFORDABLE:

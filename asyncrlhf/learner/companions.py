@@ -180,7 +180,7 @@ class ReferencePolicy(RolloutPasses):
         self, model: transformers.PreTrainedModel, *, temperature: float, precision: str, token_budget: int
     ) -> None:
         super().__init__(model.device, precision, token_budget)
-        self._policy, self.unpacked = choose_policy(model.eval().requires_grad_(False))
+        self._policy, _ = choose_policy(model.eval().requires_grad_(False))
         self._temperature = temperature or 1.0
 
     def _flat(self, inputs: PackedInputs) -> torch.Tensor:

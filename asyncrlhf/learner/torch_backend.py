@@ -15,7 +15,6 @@ from torch import nn
 from asyncrlhf.algorithms.aggregate import normaliser_count
 from asyncrlhf.algorithms.weights import sqrt_ess_factor
 from asyncrlhf.data.adapter import trained_tensors
-from asyncrlhf.data.packing import microbatch_indices
 from asyncrlhf.data.plain_pass import probe_texts
 from asyncrlhf.data.weight_files import WeightFiles
 from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
@@ -24,7 +23,6 @@ from asyncrlhf.learner.companions import ValueModel, follow, frozen_copy, frozen
 from asyncrlhf.learner.deepspeed_updater import DeepSpeedUpdater
 from asyncrlhf.learner.distributed import all_gather, all_sum, barrier, deal_out, gathered, peers_along
 from asyncrlhf.learner.fsdp_updater import FsdpUpdater
-from asyncrlhf.learner.layout_checks import check_whole_sequences
 from asyncrlhf.learner.learner_config import BackendSpec, StepResult
 from asyncrlhf.learner.loss import MicrobatchLosses, critic_loss
 from asyncrlhf.learner.metrics import figures, step_statistics
@@ -39,7 +37,7 @@ from asyncrlhf.learner.state_writer import StateWriter
 from asyncrlhf.learner.targets import fill, fills, needs_policy, sequence_ess_fraction, set_targets
 from asyncrlhf.learner.ulysses import Ulysses
 from asyncrlhf.learner.updaters import TorchUpdater, Updater, schedule_factor
-from asyncrlhf.learner.wall import check_shards, choose_policy
+from asyncrlhf.learner.wall import check_shards, learner_policy
 from asyncrlhf.types import FloatArray, TrainBatch
 
 UPDATERS: dict[str, type[Updater]] = {"torch": TorchUpdater, "deepspeed": DeepSpeedUpdater}
@@ -91,15 +89,11 @@ class TorchBackend:
         if not config.sharded:  # the updater moves each part to the device as it partitions it
             nn.Module.to(self.model, self.device)
         opob, zero3 = algorithm.advantage == "opob", config.zero_stage == 3
-        self.policy, self.unpacked = choose_policy(self.model, config.packing, collision=opob, chunked=not zero3)
         texts = probe_texts(self.model)  # while the model is whole
-        if self.unpacked:
-            check_whole_sequences(config, self.unpacked)
+        self.policy, self.note = learner_policy(self.model, config, collision=opob, chunked=not zero3)
         # Ranks that gather a sharded model's weights in each call of it must call it equally often.
         one_by_one = config.sharded and not self.policy.packing
         self._token_budget = 1 if one_by_one else config.token_budget
-        if config.compiled_whole:
-            self.policy.compile_trunk()
         self.critic = ValueModel(self.model) if algorithm.needs_critic else None
         self.ema = frozen_copy(self.policy, self.device) if algorithm.anchor == "ema" else None
         if config.gradient_checkpointing:
@@ -122,7 +116,7 @@ class TorchBackend:
             self.reference = self.updater.frozen(frozen_reference(reference, config, self.device, self.policy))
         self._passes = ForwardPasses(self.updater, self.temperature, config.mixed_precision, self.device)
         if self.shards is not None:
-            check_shards(self._passes, self.updater.policy, texts)
+            check_shards(self._passes, self.updater.policy, texts, self._token_budget)
         self.writer = StateWriter(self.device)  # of checkpoints
         self.policy_version = 0  # completed learner steps
         self._skipped_in_a_row = 0
@@ -180,13 +174,7 @@ class TorchBackend:
         """Log-probs of each token given those before it, at temperature 1, not at the learner's; [len-1] per text. All
         texts pass together, as in a step, so that a text that others change is found by comparing."""
         policy = self.policy.alone if self.shards is None else self.updater.policy
-        found = [np.zeros(0, dtype=np.float32) for _ in token_ids]
-        together = [i for i, text in enumerate(token_ids) if len(text) > 1]
-        for run in microbatch_indices(np.array([len(token_ids[i]) for i in together]), self._token_budget):
-            places = [together[i] for i in run]
-            scored = self._passes.score(policy, [token_ids[i] for i in places])
-            found = [scored[places.index(i)] if i in places else own for i, own in enumerate(found)]
-        return found
+        return self._passes.score(policy, token_ids, self._token_budget)
 
     def save(self, folder: Path) -> None:
         """:meth:`begin_save`, and wait until all ranks have written."""

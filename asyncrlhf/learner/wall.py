@@ -22,6 +22,8 @@ from asyncrlhf.data.plain_pass import (
 )
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.forward import PackedInputs, PackedPolicy
+from asyncrlhf.learner.layout_checks import check_whole_sequences
+from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.passes import ForwardPasses
 from asyncrlhf.types import IntArray
 
@@ -60,6 +62,18 @@ def choose_policy(
         reason = reason or why
         set_attention(subject, before)
     return ways[0].policy(model, **options), "" if ways[0].attention is None else reason
+
+
+def learner_policy(
+    model: transformers.PreTrainedModel, config: LearnerConfig, **options: Any
+) -> tuple[PackedPolicy, str]:
+    """As :func:`choose_policy`, as the learner's settings ask, with a sentence for the user instead of the reason."""
+    policy, reason = choose_policy(model, config.packing, **options)
+    if reason:
+        check_whole_sequences(config, reason)
+    if config.compiled_whole:
+        policy.compile_trunk()
+    return policy, reason and f"The learner passes one sequence at a time, which is slower than packed: {reason}."
 
 
 def _subjects(model: transformers.PreTrainedModel) -> list[transformers.PreTrainedModel]:
@@ -137,13 +151,13 @@ def _own_logprobs(logits: torch.Tensor, text: IntArray) -> torch.Tensor:
     return logits[3:-1].log_softmax(-1).gather(1, following)[:, 0]
 
 
-def check_shards(passes: ForwardPasses, policy: Any, texts: Sequence[IntArray]) -> None:
+def check_shards(passes: ForwardPasses, policy: Any, texts: Sequence[IntArray], token_budget: int) -> None:
     """Raise ConfigError unless ``policy``, spread over ranks that all call this, gives packed texts the log-probs of
     each text alone."""
     order = [texts[1], texts[2], texts[0]]
-    together = passes.score(policy, order)
+    together = passes.score(policy, order, token_budget)
     for text, found in zip(order, together, strict=True):
-        alone = passes.score(policy, [text])[0]
+        alone = passes.score(policy, [text], token_budget)[0]
         apart = difference(torch.from_numpy(found), torch.from_numpy(alone), passes.dtype)
         if not apart <= rounding(passes.dtype):
             raise ConfigError(

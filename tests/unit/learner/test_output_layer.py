@@ -16,8 +16,8 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner import forward
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.forward import PackedPolicy
-from asyncrlhf.learner.output_layer import use_float32_head
 from asyncrlhf.learner.learner_config import LearnerConfig, ReferenceConfig
+from asyncrlhf.learner.output_layer import use_float32_head
 from tests.numeric import assert_close
 from tests.unit.learner.test_forward import GQA
 from tests.unit.learner.test_presets import preset
