@@ -18,7 +18,7 @@ from asyncrlhf.types import IntArray
 
 RUN = 128  # queries of one run, at most: a window of W keys costs (W + RUN) / W times its pairs
 SHORTEST_RUN = 16
-TILE_SCORES = 2**24  # of all heads: 64 MiB of float32
+TILE_SCORES = 2**22  # of all heads: 16 MiB of float32; four times as many take twice as long on a CPU
 # Scores of one pass through a layer from which they are computed again in the backward pass instead of kept.
 KEPT_SCORES = 2**20
 # Pairs of query and key whose padding costs less than another tile.
