@@ -1,4 +1,4 @@
-"""The hf engine's passes for every decoder: the model's own forward, and the cache that it returns, whatever it holds."""
+"""The hf engine's passes for every decoder, by the model's own forward and the cache that this returns."""
 
 from __future__ import annotations
 
