@@ -36,40 +36,44 @@ COARSE = 0.05
 
 
 def choose_passes(model: transformers.PreTrainedModel, slots: int, routes: bool = False) -> Passes:
-    """The fastest passes for ``slots`` rows of ``model`` that agree with its own pass; nothing is kept of the
-    comparison. ``routes``: only packed passes will do.
+    """As :func:`find_passes`, whose sentence becomes a warning."""
+    passes, slower = find_passes(model, slots, routes)
+    if slower:
+        warnings.warn(slower, stacklevel=2)
+    return passes
 
-    Warns if the packed passes cannot be used. Raises ConfigError if none agrees.
+
+def find_passes(model: transformers.PreTrainedModel, slots: int, routes: bool = False) -> tuple[Passes, str]:
+    """The fastest passes for ``slots`` rows of ``model`` that agree with its own pass, and a sentence why they are slow,
+    which is empty for packed passes. ``routes``: only packed passes will do.
+
+    Nothing is kept of the comparison. Raises ConfigError if none agrees.
     """
-    name, own = type(model).__name__, model.config._attn_implementation
+    own, name = model.config._attn_implementation, f"{type(model).__name__}{_kinds(model)}"
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         wall = Wall(model)
-        refusal = wall.refusal(lambda: SlotPasses(model, ROWS))
-        if refusal is None:
-            return SlotPasses(model, slots)  # one that has seen no row
+        packed = wall.refusal(lambda: SlotPasses(model, ROWS))
+        if packed is None:
+            return SlotPasses(model, slots), ""  # new ones, which have seen no row
         if model.config._attn_implementation != own:
             model.set_attn_implementation(own)
         if routes:
             raise ConfigError(
-                f"generator.engine=hf cannot report the experts of {name}: only its packed passes can, and {refusal}."
+                f"generator.engine=hf cannot report the experts of {name}: only its packed passes can, and {packed}."
             )
-        uncached = wall.refusal(lambda: OwnCachePasses(model))
-        if uncached is None:
-            warnings.warn(
-                f"generator.engine=hf runs {name}{_kinds(model)} with transformers' own cache, which is several times "
-                f"slower than packed passes: {refusal}.",
-                stacklevel=2,
+        cached = wall.refusal(lambda: OwnCachePasses(model))
+        if cached is None:
+            return OwnCachePasses(model), (
+                f"generator.engine=hf runs {name} with transformers' own cache, which is several times slower than packed "
+                f"passes: {packed}."
             )
-            return OwnCachePasses(model)
-        wrong = wall.refusal(lambda: OwnCachePasses(model, caches=False))
-    if wrong is not None:
-        raise ConfigError(f"generator.engine=hf cannot run {name}{_kinds(model)}: {wrong}; choose another model.")
-    warnings.warn(
-        f"generator.engine=hf runs {name}{_kinds(model)} without a cache, so that each token costs a pass over its "
-        f"whole sequence: with transformers' own cache, {uncached}.",
-        stacklevel=2,
+        uncached = wall.refusal(lambda: OwnCachePasses(model, caches=False))
+    if uncached is not None:
+        raise ConfigError(f"generator.engine=hf cannot run {name}: {uncached}; choose another model.")
+    return OwnCachePasses(model, caches=False), (
+        f"generator.engine=hf runs {name} without a cache, so that each token costs a pass over its whole sequence: with "
+        f"transformers' own cache, {cached}."
     )
-    return OwnCachePasses(model, caches=False)
 
 
 def _kinds(model: transformers.PreTrainedModel) -> str:
