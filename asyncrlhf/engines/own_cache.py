@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -118,9 +117,7 @@ class OwnCachePasses(Passes):
             return torch.cat([own_logits(self._model, part, last=1)[:, -1] for part in parts])
         if cohort.cache is not None:
             places = [self._kept[row][1] for row in rows]
-            holders = Counter(id(held) for held, _ in self._kept.values())[id(cohort)]
-            if holders != len(rows) or places != list(range(cohort.batch)):
-                # The forward pass writes into its cache, which another row may need as it is.
+            if places != list(range(cohort.batch)):
                 chosen = select_rows(cohort.cache, torch.tensor(places, device=self._model.device), cohort.batch)
                 cohort = Cohort(chosen, cohort.length, len(rows))
         logits, advanced = self._cached_pass(cohort, tokens)

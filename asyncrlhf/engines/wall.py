@@ -44,8 +44,8 @@ def choose_passes(model: transformers.PreTrainedModel, slots: int, routes: bool 
 
 
 def find_passes(model: transformers.PreTrainedModel, slots: int, routes: bool = False) -> tuple[Passes, str]:
-    """The fastest passes for ``slots`` rows of ``model`` that agree with its own pass, and a sentence why they are slow,
-    which is empty for packed passes. ``routes``: only packed passes will do.
+    """The fastest passes for ``slots`` rows of ``model`` that agree with its own pass, and a sentence why they are
+    slow, which is empty for packed passes. ``routes``: only packed passes will do.
 
     Nothing is kept of the comparison. Raises ConfigError if none agrees.
     """
@@ -64,15 +64,15 @@ def find_passes(model: transformers.PreTrainedModel, slots: int, routes: bool = 
         cached = wall.refusal(lambda: OwnCachePasses(model))
         if cached is None:
             return OwnCachePasses(model), (
-                f"generator.engine=hf runs {name} with transformers' own cache, which is several times slower than packed "
-                f"passes: {packed}."
+                f"generator.engine=hf runs {name} with transformers' own cache, which is several times slower than "
+                f"packed passes: {packed}."
             )
         uncached = wall.refusal(lambda: OwnCachePasses(model, caches=False))
     if uncached is not None:
         raise ConfigError(f"generator.engine=hf cannot run {name}: {uncached}; choose another model.")
     return OwnCachePasses(model, caches=False), (
-        f"generator.engine=hf runs {name} without a cache, so that each token costs a pass over its whole sequence: with "
-        f"transformers' own cache, {cached}."
+        f"generator.engine=hf runs {name} without a cache, so that each token costs a pass over its whole sequence: "
+        f"with transformers' own cache, {cached}."
     )
 
 
