@@ -93,7 +93,14 @@ def load_shape(config: ModelConfig) -> transformers.PretrainedConfig:
 
 def context_length(config: ModelConfig) -> int:
     """The longest text in tokens, prompt and response together."""
-    return int(getattr(load_shape(config), "max_position_embeddings", DEFAULT_CONTEXT))
+    return context_of(load_shape(config))
+
+
+def context_of(shape: transformers.PretrainedConfig) -> int:
+    """The longest text in tokens by a model's config, or DEFAULT_CONTEXT if nothing limits it."""
+    text: Any = shape.get_text_config()
+    limits = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len", "seq_length"))
+    return next((int(limit) for limit in limits if limit), DEFAULT_CONTEXT)
 
 
 def longest_span(shape: transformers.PretrainedConfig) -> int:
