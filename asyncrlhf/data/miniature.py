@@ -58,6 +58,15 @@ def build_miniature(
     raise _refusal(shape, failed) from failed
 
 
+def miniature_of(model: transformers.PreTrainedModel) -> list[transformers.PreTrainedModel]:
+    """The small model in float64 of the same family as ``model``; none if none can be built, as of a checkpoint's own
+    code that no config describes."""
+    try:
+        return [build_miniature(model.config, dtype=torch.float64)]
+    except ConfigError:
+        return []
+
+
 def _built(
     config: transformers.PretrainedConfig, create: Callable[..., Any], dtype: torch.dtype
 ) -> transformers.PreTrainedModel:

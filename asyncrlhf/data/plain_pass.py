@@ -16,7 +16,7 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.types import IntArray
 
 # What a model's own code raises if it is called in a way that it does not know.
-MISCALLED = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, NotImplementedError)
+MISCALLED = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, ArithmeticError)
 # Parameters times tokens of one pass that every process can afford at its start: 135M parameters and 37 tokens.
 AFFORDABLE = 5e9
 

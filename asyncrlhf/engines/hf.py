@@ -16,7 +16,7 @@ from asyncrlhf.engines.engine import CacheMode, Engine, StepOutput, load_named_w
 from asyncrlhf.engines.route_table import RouteTable
 from asyncrlhf.engines.sampling import penalise_repetition, sample_tokens, uniforms
 from asyncrlhf.engines.slots import SlotTable, choose_prefills
-from asyncrlhf.engines.wall import choose_passes
+from asyncrlhf.engines.wall import find_passes
 from asyncrlhf.types import FloatArray, GenerationRequest, IntArray, Rollout
 
 
@@ -45,7 +45,7 @@ class HFEngine(Engine):
         self._model = model
         self._device = model.device
         self._offload = Offload(model.device) if offloads or model.device.type == "cuda" else None
-        self._passes = choose_passes(model, slots, routes)
+        self._passes, self.note = find_passes(model, slots, routes)
         super().__init__(slots, version, context_of(model.config), int(embedding.num_embeddings))
         self._table = SlotTable(slots, RouteTable(model, slots) if routes else None)
         self._holes: list[int] = []  # rows below the table's count that hold no request

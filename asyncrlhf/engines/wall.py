@@ -3,16 +3,18 @@ each sequence alone, and the fastest one that computes the same is chosen."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
 
-from asyncrlhf.data.checkpoint_folder import context_of
+from asyncrlhf.data.checkpoint_folder import context_of, longest_span
+from asyncrlhf.data.miniature import miniature_of
+from asyncrlhf.data.plain_pass import MISCALLED, first_line, plain_attention, set_attention
 from asyncrlhf.engines.forward import Passes, SlotPasses
 from asyncrlhf.engines.own_cache import OwnCachePasses, own_logits
 from asyncrlhf.engines.slots import SlotTable, choose_prefills
@@ -35,50 +37,74 @@ EXACT = 5e-4
 COARSE = 0.05
 
 
-def choose_passes(model: transformers.PreTrainedModel, slots: int, routes: bool = False) -> Passes:
-    """As :func:`find_passes`, whose sentence becomes a warning."""
-    passes, slower = find_passes(model, slots, routes)
-    if slower:
-        warnings.warn(slower, stacklevel=2)
-    return passes
+@dataclass(frozen=True)
+class Way:
+    """A way to pass rows. ``attention``: transformers' name of the model's own; None: ours, over packed rows.
+    ``caches``: whether the model's own cache is kept."""
+
+    attention: str | None = None
+    caches: bool = True
+
+    @property
+    def name(self) -> str:
+        if self.attention is None:
+            return "packed rows"
+        return ("transformers' own cache" if self.caches else "no cache") + f" and {self.attention} attention"
+
+    def passes(self, model: transformers.PreTrainedModel, slots: int) -> Passes:
+        if self.attention is None:
+            return SlotPasses(model, slots)
+        set_attention(model, self.attention)
+        return OwnCachePasses(model, caches=self.caches)
 
 
 def find_passes(model: transformers.PreTrainedModel, slots: int, routes: bool = False) -> tuple[Passes, str]:
-    """The fastest passes for ``slots`` rows of ``model`` that agree with its own pass, and a sentence why they are
-    slow, which is empty for packed passes. ``routes``: only packed passes will do.
+    """The fastest passes for ``slots`` rows of ``model`` that agree with its own pass by transformers' eager attention,
+    and a sentence why they are slow, which is empty for packed passes. ``routes``: only packed passes will do.
 
-    Nothing is kept of the comparison. Raises ConfigError if none agrees.
+    A tiny model of the same family is compared first, whose windows the texts exceed; then the model itself. Nothing is
+    kept of the comparison. Raises ConfigError if none agrees.
     """
-    own, name = model.config._attn_implementation, f"{type(model).__name__}{_kinds(model)}"
+    own = str(model.config._attn_implementation)
+    plain = [own] if own == "eager" else [own, "eager"]
+    ways = [Way(), *(Way(attention, caches) for caches in (True, False) for attention in plain)]
+    found: list[str] = []
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
-        wall = Wall(model)
-        packed = wall.refusal(lambda: SlotPasses(model, ROWS))
-        if packed is None:
-            return SlotPasses(model, slots), ""  # new ones, which have seen no row
-        if model.config._attn_implementation != own:
-            model.set_attn_implementation(own)
-        if routes:
-            raise ConfigError(
-                f"generator.engine=hf cannot report the experts of {name}: only its packed passes can, and {packed}."
-            )
-        cached = wall.refusal(lambda: OwnCachePasses(model))
-        if cached is None:
-            return OwnCachePasses(model), (
-                f"generator.engine=hf runs {name} with transformers' own cache, which is several times slower than "
-                f"packed passes: {packed}."
-            )
-        uncached = wall.refusal(lambda: OwnCachePasses(model, caches=False))
-    if uncached is not None:
-        raise ConfigError(f"generator.engine=hf cannot run {name}: {uncached}; choose another model.")
-    return OwnCachePasses(model, caches=False), (
-        f"generator.engine=hf runs {name} without a cache, so that each token costs a pass over its whole sequence: "
-        f"with transformers' own cache, {cached}."
+        for subject in [*miniature_of(model), model]:
+            ways, reasons = _right_ways(subject, ways[:1] if routes else ways)
+            found = found or reasons
+    slower = ""
+    if found:
+        slower = (
+            f"generator.engine=hf passes the rows of {_name(model)} with {ways[0].name}, which is slower than packed "
+            f"rows: {'; '.join(found)}."
+        )
+    return ways[0].passes(model, slots), slower  # new ones, which have seen no row
+
+
+def _right_ways(model: transformers.PreTrainedModel, ways: Sequence[Way]) -> tuple[list[Way], list[str]]:
+    """The first of ``ways`` that is right with those after it, and what is wrong with each of those before."""
+    own, wall = model.config._attn_implementation, Wall(model)
+    reasons: list[str] = []
+    for place, way in enumerate(ways):
+        reason = wall.refusal(partial(way.passes, model, ROWS))
+        if reason is None:
+            set_attention(model, own)
+            return list(ways[place:]), reasons
+        reasons.append(f"with {way.name}, {reason}")
+    if len(ways) == 1:
+        raise ConfigError(
+            f"generator.engine=hf cannot report the experts of {_name(model)}: only its packed passes can, and "
+            f"{reasons[0]}."
+        )
+    raise ConfigError(
+        f"generator.engine=hf cannot run {_name(model)}: {'; '.join(dict.fromkeys(reasons))}; choose another model."
     )
 
 
-def _kinds(model: transformers.PreTrainedModel) -> str:
+def _name(model: transformers.PreTrainedModel) -> str:
     kinds = sorted(set(getattr(model.config.get_text_config(), "layer_types", None) or ()))
-    return f" (layers: {', '.join(kinds)})" if kinds else ""
+    return type(model).__name__ + (f" (layers: {', '.join(kinds)})" if kinds else "")
 
 
 @dataclass(frozen=True)
@@ -88,14 +114,14 @@ class Text:
 
 
 class Wall:
-    """Texts, and the model's own log-probs of them, with its attention as it is now."""
+    """Texts, and the model's own log-probs of them, with transformers' eager attention."""
 
     def __init__(self, model: transformers.PreTrainedModel) -> None:
         """Raises ConfigError for a model whose forward pass changes its weights."""
         self._model = model
         self._texts = _texts(model)
         before = [parameter._version for parameter in model.parameters()]
-        with torch.inference_mode():
+        with plain_attention(model), torch.inference_mode():
             self._own = [
                 _last_logprobs(own_logits(model, text.tokens[None], last=STEPS + 1)[0]) for text in self._texts
             ]
@@ -123,9 +149,8 @@ class Wall:
         except ConfigError as error:
             # Of "generator.engine=hf cannot run X: REASON; choose another model."
             return str(error).rstrip(".").split(": ", 1)[-1].split(";")[0]
-        # What the code of any family may raise when it is passed in a way that it does not know.
-        except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
-            return f"its code raises {type(e).__name__}: {' '.join(str(e).split())[:200].rstrip('.')}"
+        except MISCALLED as error:
+            return f"its code raises {type(error).__name__}: {first_line(error)[:200]}"
         return None
 
     def _difference(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, float, str]:
@@ -191,8 +216,7 @@ def _texts(model: transformers.PreTrainedModel) -> list[Text]:
     """Random texts of the first rows, and one that a later row gets: 1 and 2 are siblings of ``SIBLING``."""
     embedding: Any = model.get_input_embeddings()
     config: Any = model.config.get_text_config()
-    windows = [size for name, size in config.to_dict().items() if "window" in name or "chunk" in name]
-    wanted = max([LONGEST, *(size + STEPS + 2 for size in windows if type(size) is int)])
+    wanted = max(LONGEST, longest_span(config) + STEPS + 2)
     weights = sum(parameter.numel() for parameter in model.parameters())
     affordable = AFFORDABLE["cuda" if model.device.type == "cuda" else "cpu"] / (2 * weights)
     room = context_of(config) - STEPS

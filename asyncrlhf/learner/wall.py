@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import transformers
 
-from asyncrlhf.data.miniature import build_miniature
+from asyncrlhf.data.miniature import miniature_of
 from asyncrlhf.data.plain_pass import (
     MISCALLED,
     difference,
@@ -56,7 +56,8 @@ def choose_policy(
     ways = [] if packing is False else [Way(None)]
     ways += [] if packing else [Way(own), *([Way("eager")] if own != "eager" else [])]
     reason = ""
-    for subject in _subjects(model):
+    real = [] if next(model.parameters()).is_meta else [model]
+    for subject in [*miniature_of(model), *real]:
         before = subject.config._attn_implementation
         ways, why = _right_ways(subject, ways)
         reason = reason or why
@@ -74,16 +75,6 @@ def learner_policy(
     if config.compiled_whole:
         policy.compile_trunk()
     return policy, reason and f"The learner passes one sequence at a time, which is slower than packed: {reason}."
-
-
-def _subjects(model: transformers.PreTrainedModel) -> list[transformers.PreTrainedModel]:
-    """The models to compare."""
-    real = [] if next(model.parameters()).is_meta else [model]
-    try:
-        tiny = build_miniature(model.config, dtype=torch.float64)
-    except ConfigError:
-        return real  # such as a checkpoint's own code, which no config describes
-    return [tiny, *real]
 
 
 def _right_ways(model: transformers.PreTrainedModel, ways: Sequence[Way]) -> tuple[list[Way], str]:
