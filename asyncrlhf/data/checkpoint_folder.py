@@ -91,7 +91,12 @@ def load_shape(config: ModelConfig) -> transformers.PretrainedConfig:
 
 def context_length(config: ModelConfig) -> int:
     """The longest text in tokens, prompt and response together."""
-    return int(getattr(load_shape(config), "max_position_embeddings", DEFAULT_CONTEXT))
+    return longest_text(load_shape(config))
+
+
+def longest_text(shape: transformers.PretrainedConfig) -> int:
+    """As :func:`context_length`, of a loaded model's config."""
+    return int(getattr(shape.get_text_config(), "max_position_embeddings", None) or DEFAULT_CONTEXT)
 
 
 def from_pretrained(auto: Any, config: ModelConfig, **options: Any) -> Any:
