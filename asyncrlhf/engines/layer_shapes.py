@@ -119,7 +119,10 @@ def _window(mask_function: Callable[..., torch.Tensor], context: int, device: to
     keys, zero = torch.arange(context, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     counts = []
     for query in (context - 1, context - 2):
-        sees = mask_function(zero, zero, zero + query, keys).expand(context)
+        try:
+            sees = mask_function(zero, zero, zero + query, keys).expand(context)
+        except IndexError:  # it looks up something of each token of this pass
+            return _NEITHER
         counts.append(int(sees.sum()))
         if not torch.equal(sees, (keys <= query) & (keys > query - counts[-1])):
             return _NEITHER

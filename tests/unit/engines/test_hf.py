@@ -247,15 +247,6 @@ def test_prompts_that_do_not_fit_are_failures_with_a_sentence() -> None:
     ]
 
 
-def test_a_sliding_window_bounds_the_context() -> None:
-    torch.manual_seed(0)
-    config = transformers.MistralConfig(**SIZES, sliding_window=32, num_key_value_heads=2)
-    engine = HFEngine(transformers.MistralForCausalLM(config), slots=1)
-    engine.submit([GenerationRequest(0, 0, Prompt("", "", np.arange(1, 30)), 0, SamplingParams(10))])
-    [failure] = engine.step(0.0).finished
-    assert isinstance(failure, GenerationFailure) and "context of 32" in failure.error
-
-
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_score_equals_a_plain_forward_pass_also_while_rows_are_in_flight(name: str) -> None:
     rng = np.random.default_rng(5)
