@@ -19,7 +19,8 @@ from asyncrlhf.types import GenerationFailure, GenerationRequest, Rollout, Sampl
 from tests.numeric import assert_close
 from tests.unit.engines.test_hf import SIZES, make_requests, picked, run
 
-WINDOW = 8
+WINDOW = 6
+RING = 8  # places that a layer with such a window keeps
 CONTEXT = 96
 SMALL: dict[str, Any] = SIZES | {
     "num_hidden_layers": 4,
@@ -141,7 +142,7 @@ def test_prompts_of_many_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_siblings_whose_trimmed_writes_are_as_many_as_the_tokens() -> None:
     """A prompt of 15 tokens for two rows with a ring of 8: as many keys are written as tokens packed, yet others."""
-    requests = make_requests(SamplingParams(2 * WINDOW), [2 * WINDOW - 1], siblings=2)
+    requests = make_requests(SamplingParams(2 * WINDOW), [2 * RING - 1], siblings=2)
     check(requests, run(HFEngine(make_model("mistral"), slots=2), requests), [make_model("mistral")])
 
 
@@ -201,9 +202,9 @@ def test_sleep_in_flight(name: str) -> None:
 
 
 def test_a_sibling_shares_a_prefill_only_while_the_ring_still_holds_its_prompt() -> None:
-    for answer, prefilled in ((3, [10]), (WINDOW, [10, 10, 10])):
+    for answer, prefilled in ((2, [10]), (RING, [10, 10, 10])):
         requests = make_requests(SamplingParams(answer), [11], siblings=3)
-        engine = HFEngine(make_model("gemma3_text", sliding_window=WINDOW - 3), slots=1)
+        engine = HFEngine(make_model("gemma3_text"), slots=1)
         assert prefill_sizes(engine, requests) == prefilled
 
 
@@ -229,11 +230,11 @@ def test_layers_with_a_window_keep_only_their_window() -> None:
     """2 keys and values x 2 layers x 3 slots x 2 heads x 8 numbers of 8 bytes for each place."""
     engine = HFEngine(make_model("gemma3_text"), slots=3)
     sizes = []
-    for length in (5, WINDOW, 30, 60):
+    for length in (5, RING, 30, 60):
         run(engine, make_requests(SamplingParams(3), [length - 3]))
         sizes.append(cache_bytes(engine))
     place = 2 * 2 * 3 * 2 * 8 * 8
-    assert sizes == [[8 * place, 8 * place], [8 * place, 8 * place], [8 * place, 32 * place], [8 * place, 64 * place]]
+    assert sizes == [[RING * place, places * place] for places in (8, 8, 32, 64)]
 
 
 def test_the_context_is_the_models_own_limit() -> None:
