@@ -13,8 +13,9 @@ import transformers
 from torch import nn
 
 from asyncrlhf.engines.kv_cache import ForwardPlan, KVCache
+from asyncrlhf.engines.layer_shapes import find_layers
+from asyncrlhf.engines.slot_attention import Scoring
 from asyncrlhf.engines.slots import Prefill, SlotTable, plan_score, plan_step
-from asyncrlhf.errors import ConfigError
 from asyncrlhf.types import IntArray
 
 ATTENTION_NAME = "asyncrlhf_slots"
@@ -60,21 +61,13 @@ class Passes(ABC):
 
 
 class SlotPasses(Passes):
-    """Packed passes over a static KV cache with one row per slot. Raises ConfigError for a model that has none."""
+    """Packed passes over a static KV cache with one row per slot."""
 
     def __init__(self, model: transformers.PreTrainedModel, slots: int) -> None:
-        config: Any = model.config
-        heads = config.num_attention_heads
+        """Raises ConfigError for a model whose layers do not all call transformers' attention interface."""
         self._device = model.device
+        self._cache = KVCache(find_layers(model), slots, model.dtype, model.device)
         self._forward = build_forward(model)
-        self._cache = KVCache(
-            layers=config.num_hidden_layers,
-            slots=slots,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            dtype=model.dtype,
-            device=model.device,
-        )
 
     @property
     def capacity(self) -> int:
@@ -87,7 +80,7 @@ class SlotPasses(Passes):
         self._cache.release()
 
     def can_copy(self, tokens: int, prompt: int) -> bool:
-        return True
+        return self._cache.can_copy(tokens, prompt)
 
     def copy_rows(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
         self._cache.copy_rows(source, target, length)
@@ -100,7 +93,7 @@ class SlotPasses(Passes):
 
 
 def build_forward(model: transformers.PreTrainedModel) -> Forward:
-    """The fastest correct forward pass for ``model``; raises ConfigError if there is none."""
+    """The fastest correct forward pass for a ``model`` with transformers' attention interface."""
     return LeanForward(model) if is_lean(model) else AttentionInterfaceForward(model)
 
 
@@ -145,6 +138,7 @@ class LeanForward:
         self._heads = config.num_attention_heads
         self._kv_heads = config.num_key_value_heads
         self._head_dim = self._layers[0].self_attn.head_dim
+        self._scoring = [Scoring(layer.self_attn.scaling) for layer in self._layers]
         self._rotary = torch.empty(2, 0, 1, self._head_dim)
 
     def _rotation(self, positions: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,14 +169,12 @@ class LeanForward:
             straight = qkv[:, :rotated_heads]
             turned = torch.cat((-straight[..., half:], straight[..., :half]), dim=-1)
             rotated = straight * cos + turned * sin
-            attention = layer.self_attn
-            attended = cache.attend(
-                i, rotated[:, : self._heads], rotated[:, self._heads :], qkv[:, rotated_heads:], attention.scaling, plan
-            )
+            query, key = rotated[:, : self._heads], rotated[:, self._heads :]
+            attended = cache.attend(i, query, key, qkv[:, rotated_heads:], self._scoring[i], plan)
             if i == len(self._layers) - 1:
                 # Nothing reads the other tokens' hidden states after the last keys and values are written.
                 hidden, attended = hidden[: plan.num_logits], attended[: plan.num_logits]
-            hidden = hidden + attention.o_proj(attended)
+            hidden = hidden + layer.self_attn.o_proj(attended)
             gate, up = F.linear(self._norm(layer.post_attention_layernorm, hidden), *self._gate_up[i]).chunk(2, dim=-1)
             hidden = hidden + layer.mlp.down_proj(layer.mlp.act_fn(gate) * up)
         return self._model.lm_head(self._norm(self._trunk.norm, hidden))
@@ -193,12 +185,6 @@ class AttentionInterfaceForward:
     attention."""
 
     def __init__(self, model: transformers.PreTrainedModel) -> None:
-        name = type(model).__name__
-        if not model._supports_attention_backend:
-            raise ConfigError(
-                f"generator.engine=hf cannot run {name}: it does not use transformers' attention interface; "
-                "choose another model."
-            )
         transformers.AttentionInterface.register(ATTENTION_NAME, _slots_attention)
         model.set_attn_implementation(ATTENTION_NAME)
         self._model = model
@@ -226,24 +212,18 @@ def _slots_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     *,
-    slots_cache: KVCache | None = None,
-    slots_plan: ForwardPlan | None = None,
+    slots_cache: KVCache,
+    slots_plan: ForwardPlan,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]."""
-    if any(options.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
-        raise ConfigError(
-            f"generator.engine=hf cannot run {type(module).__name__}: its attention has a soft cap, sinks or a "
-            "position bias; choose another model."
-        )
-    if slots_cache is None or slots_plan is None:
-        raise ConfigError(
-            f"generator.engine=hf cannot run this model: {type(module).__name__} does not get the keyword arguments of "
-            "the forward call; choose another model."
-        )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    """transformers' attention interface: query [1, H, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv] -> [1, T, H, Dv]
+
+    Masks and windows are in the cache, which knows each layer's.
+    """
+    scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    attended = slots_cache.attend(module.layer_idx, q, k, v, scale, slots_plan)
-    return attended.view(1, len(q), *q.shape[1:]), None
+    attended = slots_cache.attend(module.layer_idx, q, k, v, scoring, slots_plan)
+    return attended.view(1, *q.shape[:2], v.shape[2]), None

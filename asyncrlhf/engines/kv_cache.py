@@ -1,8 +1,8 @@
-"""The KV cache of the hf engine: one row per slot; attention of decoding rows and of prefilled sequences over it."""
+"""The KV cache of the hf engine: one row per slot; layers with a sliding window keep only their window."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,24 +10,25 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from asyncrlhf.engines.layer_shapes import LayerShape
+from asyncrlhf.engines.slot_attention import (
+    LENGTH_MULTIPLE,
+    PrefillBucket,
+    Scoring,
+    decode_attention,
+    prefill_attention,
+)
 from asyncrlhf.types import IntArray
-
-LENGTH_MULTIPLE = 8  # attended lengths are rounded up to it: few shapes, and aligned masks for the kernels
 
 
 @dataclass(frozen=True)
-class PrefillBucket:
-    """``count`` sequences of similar length, packed in ``start:stop`` of the forward pass's tokens.
+class GroupPlan:
+    """Where the layers of one :class:`LayerGroup` write, and what their decoding rows attend to."""
 
-    ``pad`` [count * width]: the packed token at each padded place, ``unpad`` [stop - start]: the reverse; both None
-    when all lengths are equal.
-    """
-
-    start: int
-    stop: int
-    count: int
-    pad: torch.Tensor | None
-    unpad: torch.Tensor | None
+    attended: int  # places of a row that decoding rows attend to
+    bias: torch.Tensor  # [num_decode, 1, 1, attended] 0 or -inf
+    write_source: torch.Tensor | None  # [W] token of each write; None: token w itself
+    write_index: torch.Tensor  # [W * Hkv] flat places in the cache
 
 
 @dataclass(frozen=True)
@@ -44,142 +45,139 @@ class ForwardPlan:
     num_logits: int
     longest: int  # the largest position
     buckets: tuple[PrefillBucket, ...]
-    attended: int = 0  # cache positions that decoding rows attend to
-    bias: torch.Tensor | None = None  # [num_decode, 1, 1, attended] 0 or -inf
-    write_source: torch.Tensor | None = None  # [W] token of each cache write; None: token w itself
-    write_index: torch.Tensor | None = None  # [W * Hkv] flat places in the cache; None: nothing is written
+    groups: tuple[GroupPlan, ...] = ()  # of the cache's groups; none: nothing is written, and no row decodes
+
+
+class LayerGroup:
+    """Keys [layers, slots, Hkv, places, D] and values [layers, slots, Hkv, places, Dv] of all layers of one shape.
+
+    Position t is at place ``t % places``: a row of a layer with a window is a ring, in which a new token replaces one
+    that no query sees any more. The other layers have a place for each position.
+    """
+
+    def __init__(self, shape: LayerShape, layers: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape = shape
+        rows = (layers, slots, shape.kv_heads, 0)
+        self._keys = torch.zeros((*rows, shape.key_dim), dtype=dtype, device=device)
+        self._values = torch.zeros((*rows, shape.value_dim), dtype=dtype, device=device)
+        self._heads = torch.arange(shape.kv_heads, device=device)
+
+    @property
+    def places(self) -> int:
+        return self._keys.shape[3]
+
+    @property
+    def nbytes(self) -> int:
+        return self._keys.nbytes + self._values.nbytes
+
+    def reserve(self, length: int) -> None:
+        """Make room for ``length`` positions, or for the window if that is less."""
+        window = self.shape.window
+        # A ring only grows while it holds every position of its rows, so that none changes its place.
+        more = (length if window is None else min(length, _rounded(window))) - self.places
+        if more > 0:
+            # Zeros, not empty: a masked position that holds NaN would still poison the product with the values.
+            self._keys, self._values = F.pad(self._keys, (0, 0, 0, more)), F.pad(self._values, (0, 0, 0, more))
+
+    def release(self) -> None:
+        self._keys, self._values = self._keys[:, :, :, :0].clone(), self._values[:, :, :, :0].clone()
+
+    def can_copy(self, tokens: int, prompt: int) -> bool:
+        """As ``Passes.can_copy``: whether no key that a row with this prompt still sees was replaced."""
+        window = self.shape.window
+        return window is None or tokens - 1 - self.places < max(0, prompt - window)
+
+    def copy_rows(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
+        for data in (self._keys, self._values):
+            data[:, target, :, :length] = data[:, source, :, :length]
+
+    def sees(self, last: IntArray, attended: int) -> NDArray[np.bool_]:
+        """Which of the first places [n, attended] hold a key that the newest tokens, at positions ``last`` [n], see."""
+        newest, place = last[:, None], np.arange(attended)
+        if self.shape.window is None:
+            return np.asarray(place <= newest)
+        age = (newest - place) % self.places
+        return np.asarray((age <= newest) & (age < self.shape.window))
+
+    def flat_index(self, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Flat places [W * Hkv] of the places [W] of rows [W], for :attr:`GroupPlan.write_index`."""
+        flat = (rows[:, None] * self.shape.kv_heads + self._heads) * self.places + places[:, None]
+        return flat.flatten()
+
+    def write(self, index: int, key: torch.Tensor, value: torch.Tensor, plan: GroupPlan) -> None:
+        """Write keys [T, Hkv, D] and values [T, Hkv, Dv] of the group's layer ``index``."""
+        for data, states in ((self._keys, key), (self._values, value)):
+            written = states if plan.write_source is None else states[plan.write_source]
+            data[index].view(-1, data.shape[-1]).index_copy_(0, plan.write_index, written.reshape(-1, data.shape[-1]))
+
+    def decode(self, index: int, query: torch.Tensor, scoring: Scoring, plan: GroupPlan) -> torch.Tensor:
+        """Attention of decoding rows [n, H, D] over their places -> [n, H * Dv]."""
+        key, value = (data[index, : len(query), :, : plan.attended] for data in (self._keys, self._values))
+        return decode_attention(query, key, value, plan.bias, scoring)
 
 
 class KVCache:
-    """Keys and values [layers, 2, slots, Hkv, capacity, D]; ``capacity`` grows with the longest request.
+    """A row of ``capacity`` positions per slot for all layers, which are grouped by their shape.
 
     The batch's active rows are the first ones, so that attention reads a slice and never gathers.
     """
 
-    def __init__(
-        self, layers: int, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.slots, self.kv_heads, self.head_dim = slots, kv_heads, head_dim
-        self._data = torch.zeros((layers, 2, slots, kv_heads, 0, head_dim), dtype=dtype, device=device)
-        self._heads = torch.arange(kv_heads, device=device)
-
-    @property
-    def capacity(self) -> int:
-        return self._data.shape[4]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._data.dtype
+    def __init__(self, shapes: Mapping[int, LayerShape], slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        """``shapes``: of each layer, by the index that :meth:`attend` gets."""
+        members: dict[LayerShape, list[int]] = {}
+        for layer, shape in shapes.items():
+            members.setdefault(shape, []).append(layer)
+        self.groups = [LayerGroup(shape, len(layers), slots, dtype, device) for shape, layers in members.items()]
+        self._where = {
+            layer: (group, index) for group, layers in enumerate(members.values()) for index, layer in enumerate(layers)
+        }
+        self.capacity, self.dtype = 0, dtype
+        self._device = device
 
     def reserve(self, length: int) -> None:
         """Make room for ``length`` positions in every row."""
         if length <= self.capacity:
             return
-        capacity = -(-length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
-        shape = list(self._data.shape)
-        shape[4] = capacity
-        # Zeros, not empty: a masked position that holds NaN would still poison the product with the values.
-        data = torch.zeros(shape, dtype=self._data.dtype, device=self._data.device)
-        data[:, :, :, :, : self.capacity] = self._data
-        self._data = data
+        self.capacity = _rounded(length)
+        for group in self.groups:
+            group.reserve(self.capacity)
 
     def release(self) -> None:
-        self._data = self._data[:, :, :, :, :0].clone()
+        self.capacity = 0
+        for group in self.groups:
+            group.release()
+
+    def can_copy(self, tokens: int, prompt: int) -> bool:
+        return all(group.can_copy(tokens, prompt) for group in self.groups)
 
     def copy_rows(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
-        """Copy the first ``length`` positions of rows ``source`` to rows ``target``."""
-        src = torch.tensor(source, device=self._data.device)
-        dst = torch.tensor(target, device=self._data.device)
-        self._data[:, :, dst, :, :length] = self._data[:, :, src, :, :length]
-
-    def flat_index(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Flat places [W * Hkv] of the positions [W] of rows [W], for :attr:`ForwardPlan.write_index`."""
-        place = (rows[:, None] * self.kv_heads + self._heads) * self.capacity + positions[:, None]
-        return place.flatten()
+        """Copy what is kept of the first ``length`` positions of rows ``source`` to rows ``target``."""
+        src, dst = torch.tensor(source, device=self._device), torch.tensor(target, device=self._device)
+        for group in self.groups:
+            group.copy_rows(src, dst, length)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, plan: ForwardPlan
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scoring: Scoring,
+        plan: ForwardPlan,
     ) -> torch.Tensor:
-        """Write this layer's keys and values, then attend: query [T, H, D], key and value [T, Hkv, D] -> [T, H * D]."""
-        if plan.write_index is not None:
-            for kind, states in ((0, key), (1, value)):
-                written = states if plan.write_source is None else states[plan.write_source]
-                flat = self._data[layer, kind].view(-1, self.head_dim)
-                flat.index_copy_(0, plan.write_index, written.reshape(-1, self.head_dim))
-        parts = [self._decode(layer, query[: plan.num_decode], scale, plan)] if plan.num_decode else []
+        """Write this layer's keys and values, then attend: query [T, H, D], key [T, Hkv, D], value [T, Hkv, Dv]
+        -> [T, H * Dv]."""
+        number, index = self._where[layer]
+        group = self.groups[number]
+        parts = []
+        if plan.groups:
+            group.write(index, key, value, plan.groups[number])
+            parts.append(group.decode(index, query[: plan.num_decode], scoring, plan.groups[number]))
         for bucket in plan.buckets:
             part = slice(bucket.start, bucket.stop)
-            parts.append(prefill_attention(query[part], key[part], value[part], scale, bucket))
+            parts.append(prefill_attention(query[part], key[part], value[part], scoring, group.shape.window, bucket))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _decode(self, layer: int, query: torch.Tensor, scale: float, plan: ForwardPlan) -> torch.Tensor:
-        n, heads, dim = query.shape
-        group = heads // self.kv_heads
-        key = self._data[layer, 0, :n, :, : plan.attended]
-        value = self._data[layer, 1, :n, :, : plan.attended]
-        assert plan.bias is not None
-        if group == 1 and query.device.type == "cpu" and query.dtype == torch.float32:
-            # One query a head: two batched products are up to twice as fast as CPU's fused kernel, which pays per head.
-            scores = torch.bmm(query.reshape(n * heads, 1, dim), key.flatten(0, 1).transpose(1, 2))
-            scores = scores.view(n, heads, 1, plan.attended).mul_(scale).add_(plan.bias)
-            weights = torch.softmax(scores, dim=-1).view(n * heads, 1, plan.attended)
-            return torch.bmm(weights, value.flatten(0, 1)).view(n, heads * dim)
-        # The heads of a group become queries of one key head: grouped attention without copies of the keys.
-        grouped = query.reshape(n, self.kv_heads, group, dim)
-        bias = plan.bias.expand(n, 1, group, plan.attended)
-        out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=bias, scale=scale)
-        return out.reshape(n, heads * dim)
 
-
-def prefill_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, bucket: PrefillBucket
-) -> torch.Tensor:
-    """Causal attention inside each sequence of a bucket: query [t, H, D], key and value [t, Hkv, D] -> [t, H * D].
-
-    Sequences are padded on the right for this product alone; causality hides the padding from every real token.
-    """
-    heads, dim = query.shape[1:]
-    group = heads // key.shape[1]
-
-    def padded(states: torch.Tensor) -> torch.Tensor:
-        rows = states if bucket.pad is None else states[bucket.pad]
-        return rows.reshape(bucket.count, -1, states.shape[1], dim).transpose(1, 2)
-
-    k, v = padded(key), padded(value)
-    if group > 1:
-        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    out = F.scaled_dot_product_attention(padded(query), k, v, is_causal=True, scale=scale)
-    out = out.transpose(1, 2).reshape(-1, heads * dim)
-    return out if bucket.unpad is None else out[bucket.unpad]
-
-
-def make_buckets(lengths: Sequence[int], start: int, device: torch.device) -> tuple[PrefillBucket, ...]:
-    """Buckets of sequences that are packed from token ``start`` in ascending order of ``lengths``.
-
-    A sequence opens a new bucket when it is over twice as long as the first of the present one, so that ragged
-    prompts pad little.
-    """
-    buckets: list[PrefillBucket] = []
-    first = 0
-    for i in range(1, len(lengths) + 1):
-        if i < len(lengths) and lengths[i] <= 2 * lengths[first] + LENGTH_MULTIPLE:
-            continue
-        members = np.asarray(lengths[first:i], np.int64)
-        buckets.append(_bucket(members, start, device))
-        start += int(members.sum())
-        first = i
-    return tuple(buckets)
-
-
-def _bucket(lengths: IntArray, start: int, device: torch.device) -> PrefillBucket:
-    stop = start + int(lengths.sum())
-    width = int(lengths.max())
-    if int(lengths.min()) == width:
-        return PrefillBucket(start, stop, len(lengths), None, None)
-    real: NDArray[np.bool_] = np.arange(width) < lengths[:, None]
-    unpad = np.flatnonzero(real)
-    pad = np.zeros(real.size, np.int64)
-    pad[unpad] = np.arange(stop - start)
-    return PrefillBucket(
-        start, stop, len(lengths), torch.from_numpy(pad).to(device), torch.from_numpy(unpad).to(device)
-    )
+def _rounded(length: int) -> int:
+    return -(-length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE

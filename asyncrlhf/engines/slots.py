@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrlhf.engines.kv_cache import LENGTH_MULTIPLE, ForwardPlan, KVCache, make_buckets
+from asyncrlhf.engines.kv_cache import ForwardPlan, GroupPlan, KVCache, LayerGroup
 from asyncrlhf.engines.route_table import RouteTable
 from asyncrlhf.engines.sampling import Draws, seed_state
+from asyncrlhf.engines.slot_attention import LENGTH_MULTIPLE, make_buckets
 from asyncrlhf.types import FinishReason, GenerationRequest, IdArray, IntArray, Rollout
 
 # Fields of one row beside its tokens: their number, including the prompt; its latest end; whether the KV cache holds
@@ -148,12 +149,9 @@ def plan_step(table: SlotTable, prefills: Sequence[Prefill], cache: KVCache, dev
     """One decode iteration of all active rows together with ``prefills``."""
     n = table.count
     rows = np.arange(n)
-    length = table.length[:n]
-    longest = int(length.max())
-    attended = min(-(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, cache.capacity)
-    bias = np.where(np.arange(attended) < length[:, None], np.float32(0), np.float32(-np.inf))
-    ids, positions = [table.tokens[rows, length - 1]], [length - 1]
-    source, target, place = [rows], [rows], [length - 1]
+    last = table.length[:n] - 1
+    ids, positions = [table.tokens[rows, last]], [last]
+    source, target, place = [rows], [rows], [last]
     packed = n
     for sequence, sharers in prefills:
         size = len(sequence)
@@ -163,26 +161,48 @@ def plan_step(table: SlotTable, prefills: Sequence[Prefill], cache: KVCache, dev
         target.append(np.repeat(sharers, size))
         place.append(np.tile(np.arange(size), len(sharers)))
         packed += size
-    shares = any(len(sharers) > 1 for _, sharers in prefills)
+    writes = _joined(source), _joined(target), _joined(place)
     return ForwardPlan(
-        input_ids=_join(ids, device),
-        positions=_join(positions, device),
+        input_ids=_on(device, _joined(ids)),
+        positions=_on(device, _joined(positions)),
         num_decode=n,
         num_logits=n,
-        longest=longest,
+        longest=int(last.max()),
         buckets=make_buckets([len(sequence) for sequence, _ in prefills], n, device),
+        groups=tuple(_plan_group(group, last, writes, packed, cache.dtype, device) for group in cache.groups),
+    )
+
+
+def _plan_group(
+    group: LayerGroup,
+    last: IntArray,
+    writes: tuple[IntArray, IntArray, IntArray],
+    packed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> GroupPlan:
+    """``last`` [n]: each row's newest position; ``writes``: packed token, row and position of each key to write."""
+    source, target, position = writes
+    longest = int(last.max()) + 1
+    if longest > group.places:
+        # Of two positions with one place, only the newer one is written.
+        newest = position > last[target] - group.places
+        source, target, position = source[newest], target[newest], position[newest] % group.places
+    attended = min(-(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, group.places)
+    bias = np.where(group.sees(last, attended), np.float32(0), np.float32(-np.inf))
+    return GroupPlan(
         attended=attended,
-        bias=torch.from_numpy(bias).to(device, cache.dtype)[:, None, None],
-        write_source=_join(source, device) if shares else None,
-        write_index=cache.flat_index(_join(target, device), _join(place, device)),
+        bias=torch.from_numpy(bias).to(device, dtype)[:, None, None],
+        write_source=None if len(source) == len(writes[0]) == packed else _on(device, source),
+        write_index=group.flat_index(_on(device, target), _on(device, position)),
     )
 
 
 def plan_score(text: IntArray, device: torch.device) -> ForwardPlan:
     """All logits of one text; nothing is cached."""
     return ForwardPlan(
-        input_ids=_join([text], device),
-        positions=_join([np.arange(len(text))], device),
+        input_ids=_on(device, text),
+        positions=_on(device, np.arange(len(text))),
         num_decode=0,
         num_logits=len(text),
         longest=len(text),
@@ -190,6 +210,9 @@ def plan_score(text: IntArray, device: torch.device) -> ForwardPlan:
     )
 
 
-def _join(arrays: Sequence[IntArray], device: torch.device) -> torch.Tensor:
-    whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-    return torch.from_numpy(np.ascontiguousarray(whole, np.int64)).to(device)
+def _joined(arrays: Sequence[IntArray]) -> IntArray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _on(device: torch.device, array: IntArray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(device)
