@@ -33,8 +33,9 @@ AFFORDABLE = {"cpu": 5e9, "cuda": 1e13}
 # Largest difference of log-probs allowed, relative to the distance between the likeliest token and the median one. In
 # single precision rounding reaches 1e-5 of it, and a wrong mask, position or state a hundredth.
 EXACT = 5e-4
-# The same for the mean over the vocabulary, where numbers have 8 to 11 bits: rounding reaches 0.01 of that distance.
-COARSE = 0.05
+# The same for the mean over the vocabulary, where numbers have 8 to 11 bits: rounding reaches 0.01 of that distance, and
+# 0.13 where it sends a token to another one of few experts.
+COARSE = 0.15
 
 
 @dataclass(frozen=True)
