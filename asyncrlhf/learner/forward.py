@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from asyncrlhf.algorithms.logprobs import KeptSets, collision_probability, kept_mass, token_logprobs
+from asyncrlhf.data.vocabulary import sampled_ids
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.attention import Layout, PackedLayout, use_packed_attention
 from asyncrlhf.types import IdArray, IntArray, TrainBatch
@@ -168,7 +169,7 @@ class PackedPolicy(nn.Module):
         # A function, not a submodule: the trunk's parameters must not be registered a second time.
         self._hidden = torch.compile(self._trunk, dynamic=True) if compile else self._trunk
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._plain_head = self._head_is_plain()
+        self._plain_head, self._sampled = self._head_is_plain(), sampled_ids(model)
         self.collision = collision
         self.sequence: SequenceParallel | None = None  # with it, each rank passes a part of the same inputs
         self._chunks = chunked
@@ -211,12 +212,13 @@ class PackedPolicy(nn.Module):
     def _facts(
         self, logits: torch.Tensor, targets: torch.Tensor, temperature: float, kept: KeptSets | None
     ) -> TokenFacts:
-        logprobs, entropies = token_logprobs(logits, targets, temperature=temperature, kept=kept)
+        ids = self._sampled
+        logprobs, entropies = token_logprobs(logits, targets, temperature=temperature, kept=kept, vocabulary=ids)
         collision = mass = logprobs.new_empty(0)
         if self.collision:
-            collision = collision_probability(logits.detach(), temperature=temperature, kept=kept)
+            collision = collision_probability(logits.detach()[:, :ids], temperature=temperature, kept=kept)
         if kept is not None:
-            mass = kept_mass(logits.detach(), kept, temperature=temperature)
+            mass = kept_mass(logits.detach()[:, :ids], kept, temperature=temperature)
         return TokenFacts(logprobs, entropies, collision, mass)
 
     def _chunked(
