@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr
 from functools import partial
@@ -110,6 +111,17 @@ def quantisation(config: Mapping[str, Any]) -> str:
     return ""
 
 
+def refuse_missing_weights(report: Mapping[str, Any], said: str) -> None:
+    """Raise ConfigError for weights that a checkpoint lacks by transformers' ``report`` of its loading, which
+    initialises them randomly with no more than a warning. ``said``: the setting and its value."""
+    missing = sorted(report["missing_keys"]) + [str(entry) for entry in report.get("mismatched_keys", ())]
+    check(
+        not missing,
+        f"{said} lacks {len(missing)} of its model's weights, such as {missing and missing[0]}; they would be "
+        "initialised randomly.",
+    )
+
+
 def _description(path: str, name: str) -> Path | None:
     """The file ``name`` of a folder or of a repository on the hub; None if it is not there, or no hub answers (the code
     that loads the checkpoint reports that)."""
@@ -180,11 +192,14 @@ def _merge(path: str, base: str, trust_remote_code: bool, facts: Mapping[str, An
     except (OSError, ValueError):  # most adapters come without one
         tokenizer = transformers.AutoTokenizer.from_pretrained(base, **options)
     try:
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            base, dtype=torch.float32, use_safetensors=True, **options
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            base, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **options
         )
-        model = PeftModel.from_pretrained(model, path).merge_and_unload(safe_merge=True)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        refuse_missing_weights(report, f"{facts['base']}, the base of model.path={path},")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Found missing adapter keys")  # they would have no effect
+            model = PeftModel.from_pretrained(model, path).merge_and_unload(safe_merge=True)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, UserWarning) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise ConfigError(
             f"model.path={path} is an adapter that PEFT cannot merge into {facts['base']}: {reason}."
@@ -196,9 +211,13 @@ def _dequantise(path: str, facts: Mapping[str, Any], out: Path) -> None:
     import torch
     from transformers.utils.quantization_config import Mxfp4Config
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.bfloat16, use_safetensors=True, quantization_config=Mxfp4Config(dequantize=True)
+    options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True}
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True), **options
     )
+    refuse_missing_weights(report, f"model.path={path}")
+    # transformers 5.19 would save the dequantised tensors under the patterns of their names.
+    model._weight_conversions = None
     _write(model, transformers.AutoTokenizer.from_pretrained(path), facts, out)
 
 

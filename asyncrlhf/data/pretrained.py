@@ -10,7 +10,7 @@ import transformers
 
 from asyncrlhf.data.adapter import add_adapter
 from asyncrlhf.data.checkpoint_folder import check_weights, from_pretrained, load_shape, load_tokenizer, resolve
-from asyncrlhf.data.converted import quantisation
+from asyncrlhf.data.converted import quantisation, refuse_missing_weights
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.more_heads import forget_heads
 from asyncrlhf.data.routes import Routers
@@ -21,10 +21,13 @@ from asyncrlhf.validation import check, did_you_mean
 def load_model(
     config: ModelConfig, device: str = "cpu", dtype: torch.dtype | None = None
 ) -> transformers.PreTrainedModel:
-    """The causal language model in ``eval()``; ``dtype`` overrides ``model.dtype`` (master weights in float32)."""
+    """The causal language model in ``eval()``; ``dtype`` overrides ``model.dtype`` (master weights in float32). Raises
+    ConfigError for a missing weight: transformers would initialise it randomly."""
     dtype = dtype or getattr(torch, config.dtype)
     more = config.model_init_kwargs or {}
-    model = from_pretrained(transformers.AutoModelForCausalLM, config, dtype=dtype, use_safetensors=True, **more)
+    options = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True, **more}
+    model, report = from_pretrained(transformers.AutoModelForCausalLM, config, **options)
+    refuse_missing_weights(report, f"model.path={config.path}")
     forget_heads(model.config)
     return model.to(device).eval()
 

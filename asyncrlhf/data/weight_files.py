@@ -15,7 +15,6 @@ from torch import nn
 from asyncrlhf.data.checkpoint_folder import load_shape, resolve
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.more_heads import forget_heads, more_heads
-from asyncrlhf.data.vocabulary import limit_vocabulary
 from asyncrlhf.errors import ConfigError
 
 
@@ -68,7 +67,6 @@ def load_blank(config: ModelConfig, dtype: torch.dtype) -> tuple[transformers.Pr
     if persistent or {name for name, _ in model.named_parameters()} != read:
         return None
     forget_heads(model.config)
-    limit_vocabulary(config, model)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model.eval(), files
