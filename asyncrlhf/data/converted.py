@@ -186,15 +186,14 @@ def _merge(path: str, base: str, trust_remote_code: bool, facts: Mapping[str, An
     import torch
     from peft import PeftModel
 
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
     except (OSError, ValueError):  # most adapters come without one
         tokenizer = transformers.AutoTokenizer.from_pretrained(base, **options)
     try:
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            base, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **options
-        )
+        model, report = load(base, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **options)
         refuse_missing_weights(report, f"{facts['base']}, the base of model.path={path},")
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "Found missing adapter keys")  # they would have no effect
@@ -211,10 +210,9 @@ def _dequantise(path: str, facts: Mapping[str, Any], out: Path) -> None:
     import torch
     from transformers.utils.quantization_config import Mxfp4Config
 
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
     options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True}
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True), **options
-    )
+    model, report = load(path, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True), **options)
     refuse_missing_weights(report, f"model.path={path}")
     # transformers 5.19 would save the dequantised tensors under the patterns of their names.
     model._weight_conversions = None
