@@ -11,6 +11,7 @@ import pytest
 from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from tests.found import EOS, TOKENS, edit, found
 from tests.loop import run
+from tests.numeric import FLOAT32, assert_close
 from tests.unit.data.test_converted import adapter
 
 HF = (
@@ -20,10 +21,13 @@ HF = (
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_no_answer_goes_on_after_an_end_token_or_holds_an_id_that_no_text_has(tmp_path: Path, algorithm: str) -> None:
+@pytest.mark.parametrize("reference", ["learner", "service"])
+def test_no_answer_goes_on_after_an_end_token_or_holds_an_id_that_no_text_has(
+    tmp_path: Path, algorithm: str, reference: str
+) -> None:
     config = found(tmp_path / "model", rows=200)
     edit(tmp_path / "model" / "generation_config.json", eos_token_id=[EOS, 5, 7])
-    more = ("algorithm.kl=loss", "algorithm.beta=0.1", "logging.rollout_tokens=16")
+    more = ("algorithm.kl=loss", "algorithm.beta=0.1", "logging.rollout_tokens=16", f"reference.where={reference}")
     made = run(tmp_path / "run", f"model.path={config.path}", *HF, f"algorithm={algorithm}", *more)
     texts = made.rollouts.set_index("rollout_id").response
     tokens = pd.read_parquet(made.folder / "rollout_tokens")
@@ -38,6 +42,10 @@ def test_no_answer_goes_on_after_an_end_token_or_holds_an_id_that_no_text_has(tm
         assert texts[number] == load_tokenizer(config).decode(said.tolist(), skip_special_tokens=True)
         ended += ids[-1] in (5, 7)
     assert ended > 3
+    first = tokens[tokens.policy_versions.map(max) == 0]  # sampled by the model that is the reference
+    assert_close(
+        np.concatenate([*first.ref_logprobs]), np.concatenate([*first.behavior_logprobs]), rtol=0, atol=FLOAT32
+    )
     assert all(row["mismatch_kl"] < 1e-6 for row in made.metrics if "mismatch_kl" in row)  # ratios are exact
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.checkpoint_notes import checkpoint_notes
@@ -13,8 +14,10 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import check_model, load_model, load_sampled
 from asyncrlhf.data.vocabulary import check_prompts, check_template, end_tokens, sampled_ids, sampled_vocabulary
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.types import Prompt
+from asyncrlhf.stages.statistics import response_logprobs
+from asyncrlhf.types import Prompt, Rollout
 from tests.found import EOS, TOKENS, edit, found
+from tests.numeric import FLOAT32, assert_close
 
 
 def ends(config: ModelConfig) -> tuple[int, ...]:
@@ -98,3 +101,14 @@ def test_an_end_token_beyond_the_embedding_is_refused(tmp_path: Path) -> None:
 def test_the_model_itself_is_the_same(tmp_path: Path) -> None:
     config = found(tmp_path, rows=200)
     assert load_model(config).get_output_embeddings().weight.shape[0] == 200
+
+
+def test_evaluations_give_log_probs_over_the_same_ids(tmp_path: Path) -> None:
+    config = found(tmp_path, rows=200)
+    ids, zeros = np.array([1, 5, 9, 3, 12]), np.zeros(3, np.float32)
+    answer = Rollout(0, 0, Prompt("", "", ids[:2]), ids[2:], zeros, zeros.astype(np.int64), "length")
+    ((found_logprobs,),) = response_logprobs(load_sampled(config), [answer], [0.7])
+    with torch.no_grad():
+        logits = load_model(config).double()(torch.from_numpy(ids)[None]).logits[0, 1:-1, :TOKENS]
+    own = (logits / 0.7).log_softmax(-1).gather(1, torch.from_numpy(ids[2:, None]))[:, 0]
+    assert_close(found_logprobs, own.numpy(), rtol=0, atol=FLOAT32)
