@@ -48,15 +48,17 @@ def tiny_model(seed: int = 0, *, tied: bool = False) -> LlamaForCausalLM:
 class TinyVllm:
     """A running vLLM, handed to one engine after the other. An engine that was not closed is emptied by the next."""
 
-    def __init__(self, folder: Path, *, tied: bool = False, lora: LoraConfig | None = None) -> None:
-        """``lora``: an adapter that vLLM itself applies."""
+    def __init__(
+        self, folder: Path, *, tied: bool = False, lora: LoraConfig | None = None, sampled: int | None = None
+    ) -> None:
+        """``lora``: an adapter that vLLM itself applies. ``sampled``: ids from this one on have no probability."""
         self.model = tiny_model(tied=tied)
         self.model.save_pretrained(folder)
         own = VllmConfig(
             block_size=32, kv_cache_gb=0.05, max_model_len=128, max_num_batched_tokens=512, enable_lora=lora is not None
         )
         settings = GeneratorConfig(engine="vllm", slots=MOST_SLOTS, vllm=own)
-        self.core = VllmCore(settings, ModelConfig(path=str(folder), lora=lora or LoraConfig()))
+        self.core = VllmCore(settings, ModelConfig(path=str(folder), lora=lora or LoraConfig()), sampled=sampled)
         self._end, self.core.close = self.core.close, lambda: None  # type: ignore[method-assign]
         self._last: VllmEngine | None = None
 

@@ -13,6 +13,7 @@ from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker
 from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
+from asyncrlhf.data.vocabulary import sampled_vocabulary
 from asyncrlhf.engines.engine import AdapterMerge, build_engine
 from asyncrlhf.engines.generator_config import GeneratorConfig
 from asyncrlhf.engines.memory_share import with_share
@@ -49,7 +50,7 @@ def build_worker(spec: GeneratorSpec, clock: Callable[[], float] = time.monotoni
         generator,
         spec.model,
         load_model=lambda model: load_model(model, device),
-        vocab_size=len(tokenizer),
+        vocab_size=sampled_vocabulary(spec.model, tokenizer),
         answer_ids=answer_ids,
         decode=lambda ids: str(tokenizer.decode(list(ids))),
         offloads=spec.offloads,

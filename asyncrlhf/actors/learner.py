@@ -64,6 +64,7 @@ def load_models(spec: LearnerSpec, device: str) -> dict[str, Any]:
     """``model``, ``reference`` and ``files`` of a :class:`TorchBackend`: without weights if it reads its shards itself,
     else whole. The trained model is float32, a frozen reference has the model's own dtype."""
     from asyncrlhf.data.pretrained import load_policy
+    from asyncrlhf.data.vocabulary import limit_vocabulary
     from asyncrlhf.data.weight_files import load_blank
 
     learner, own_reference = spec.learner, spec.algorithm.needs_reference and not spec.reference_served
@@ -71,6 +72,7 @@ def load_models(spec: LearnerSpec, device: str) -> dict[str, Any]:
     if learner.sharded and spec.algorithm.anchor != "ema":
         blank = {name: found for name, dtype in kinds.items() if (found := load_blank(spec.model, dtype))}
         if len(blank) == len(kinds):
+            limit_vocabulary(spec.model, *(model for model, _ in blank.values()))
             return {name: model for name, (model, _) in blank.items()} | {"files": blank["model"][1]}
     # A rank that keeps a part cuts it out of host memory: the whole model may be too large for its device.
     place = "cpu" if learner.sharded else device

@@ -11,7 +11,7 @@ import torch
 from asyncrlhf.actors.annotator import ANSWER_SECONDS
 from asyncrlhf.actors.messages import ArrayBundle, annotated
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.pretrained import load_model, load_policy
+from asyncrlhf.data.pretrained import load_policy, load_sampled
 from asyncrlhf.learner.companions import ServedCritic
 from asyncrlhf.learner.learner_config import CriticConfig, ReferenceConfig
 from asyncrlhf.learner.output_layer import use_float32_head
@@ -56,7 +56,7 @@ class ReferenceWorker(ReadingReference):
         own = spec.settings
         device = "cuda" if own.gpus > 0 else "cpu"
         dtype = torch.float32 if own.dtype == "auto" else getattr(torch, own.dtype)
-        model = load_model(spec.model, device, dtype=dtype)
+        model = load_sampled(spec.model, device, dtype=dtype)
         if spec.float32_head and own.dtype == "auto":
             use_float32_head(model)
         super().__init__(

@@ -13,7 +13,7 @@ import numpy as np
 
 from asyncrlhf.actors.messages import Collected, RolloutBundle
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.engines.engine import AdapterMerge, CacheMode, Engine, StepOutput
+from asyncrlhf.engines.engine import AdapterMerge, CacheMode, Engine, StepOutput, said_ids
 from asyncrlhf.engines.generator_config import GeneratorConfig
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.readahead.owners import Chunk, ChunkInfo
@@ -233,13 +233,13 @@ class GeneratorWorker:
         self.tokens += output.tokens
         results: list[Rollout | GenerationFailure] = []
         for result in output.finished:
-            epoch = self._requests.pop(result.rollout_id).epoch
+            request = self._requests.pop(result.rollout_id)
             self._sent.pop(result.rollout_id, None)
             if isinstance(result, Rollout):
-                text = self._decode(result.response_ids.tolist())
-                result = _told(result, response_text=text, generator_id=self.name, epoch=epoch)
+                text = self._decode(said_ids(result, request.sampling).tolist())
+                result = _told(result, response_text=text, generator_id=self.name, epoch=request.epoch)
             else:
-                result = replace(result, epoch=epoch)
+                result = replace(result, epoch=request.epoch)
             results.append(result)
         self.outbox.put(results, self._clock())
         return output

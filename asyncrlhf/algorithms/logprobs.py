@@ -57,6 +57,7 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk_tokens: int = 0,
     kept: KeptSets | None = None,
+    vocabulary: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of each distribution: ([T], [T]), float32 (float64 for float64 logits).
 
@@ -66,14 +67,15 @@ def token_logprobs(
         temperature: divides the logits; the same as in sampling makes the two log-probs comparable.
         chunk_tokens: rows worked on at once; 0 chooses by V. It changes memory, not results.
         kept: the sets of T positions on which the distributions are renormalised; None: the whole vocabulary.
+        vocabulary: ids from this one on have no probability and get no gradient; None: all V ids have some.
 
     Both results are differentiable. The backward pass recomputes the softmax chunk by chunk, so that between the two
     passes only the logits and [T] numbers are held.
     """
     if temperature <= 0:
         raise ValueError(f"temperature={temperature} cannot divide logits; allowed: > 0.")
-    apply = cast(Any, _TokenLogprobs.apply)
-    return cast(tuple[Tensor, Tensor], apply(logits, targets, temperature, _parts(logits, chunk_tokens), kept))
+    apply, parts = cast(Any, _TokenLogprobs.apply), _parts(logits, chunk_tokens)
+    return cast(tuple[Tensor, Tensor], apply(logits, targets, temperature, parts, kept, vocabulary))
 
 
 @torch.no_grad()
@@ -129,19 +131,26 @@ def _scaled(logits: Tensor, part: slice, temperature: float, kept: KeptSets | No
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, parts: list[slice], kept: KeptSets | None
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        temperature: float,
+        parts: list[slice],
+        kept: KeptSets | None,
+        vocabulary: int | None,
     ) -> tuple[Tensor, Tensor]:
         logprobs = _numbers(logits)
         entropies = torch.empty_like(logprobs)
         log_totals = torch.empty_like(logprobs)
+        known = logits[:, :vocabulary]
         for part in parts:
-            scaled = _scaled(logits, part, temperature, kept)
+            scaled = _scaled(known, part, temperature, kept)
             log_totals[part] = scaled.logsumexp(-1)
             log_p = scaled.sub_(log_totals[part, None])
             logprobs[part] = log_p.gather(-1, targets[part, None]).squeeze(-1)
             entropies[part] = -_expectation(log_p.exp(), log_p)
         ctx.save_for_backward(logits, targets, log_totals, entropies)
-        ctx.temperature, ctx.parts, ctx.kept = temperature, parts, kept
+        ctx.temperature, ctx.parts, ctx.kept, ctx.vocabulary = temperature, parts, kept, vocabulary
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
@@ -150,10 +159,13 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, targets, log_totals, entropies = ctx.saved_tensors
         if grad_logprobs is None and grad_entropies is None:
-            return (None,) * 5
-        grad = torch.empty_like(logits)
+            return (None,) * 6
+        # Not a slice in the caller, whose backward pass would need a second gradient of the size of the logits.
+        whole = torch.empty_like(logits)
+        known, grad = logits[:, : ctx.vocabulary], whole[:, : ctx.vocabulary]
+        whole[:, grad.shape[1] :] = 0
         for part in ctx.parts:
-            log_p = _scaled(logits, part, ctx.temperature, ctx.kept).sub_(log_totals[part, None])
+            log_p = _scaled(known, part, ctx.temperature, ctx.kept).sub_(log_totals[part, None])
             p = log_p.exp()
             # d log p_target / dz = onehot - p and dH/dz = -p (log p + H): both are p times a factor, plus the onehot.
             factor = torch.zeros_like(log_totals[part, None])
@@ -167,7 +179,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if grad_logprobs is not None:
                 total.scatter_add_(-1, targets[part, None], grad_logprobs[part, None])
             grad[part] = total.div_(ctx.temperature).to(grad.dtype)
-        return grad, None, None, None, None
+        return whole, None, None, None, None, None
 
 
 def _expectation(p: Tensor, log_p: Tensor) -> Tensor:

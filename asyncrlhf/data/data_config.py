@@ -14,6 +14,7 @@ from asyncrlhf.validation import check, check_keywords, check_range, check_setti
 DTYPES = ("float32", "bfloat16", "float16")
 # Arguments of from_pretrained that follow from other settings.
 OWN_INIT = ("dtype", "torch_dtype", "trust_remote_code", "device_map", "use_safetensors")
+ADAPTER_FILE = "adapter_config.json"  # PEFT's
 PICKLED_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 TASKS = ("arithmetic", "prompts", "reasoning_gym")
 
@@ -86,9 +87,10 @@ def refuse_missing_model(path: str) -> None:
     """Raise ConfigError for a ``model.path`` that looks like a local folder but does not exist."""
     local = Path(path).expanduser()
     if local.is_dir():
-        if not (local / "config.json").is_file():
+        if not any((local / name).is_file() for name in ("config.json", ADAPTER_FILE)):
             raise ConfigError(
-                f"model.path={path} holds no config.json; a checkpoint in transformers' format is needed."
+                f"model.path={path} holds no config.json; a checkpoint in transformers' format is needed, or an "
+                "adapter in PEFT's."
             )
         refuse_pickled_weights(local, f"model.path={path}")
     elif local.exists():

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from asyncrlhf.data.checkpoint_folder import longest_span
+from asyncrlhf.data.vocabulary import sampled_ids
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.types import IntArray
 
@@ -48,10 +49,10 @@ def probe_lengths(model: transformers.PreTrainedModel) -> tuple[int, ...]:
 def probe_texts(model: transformers.PreTrainedModel, seed: int = 0) -> list[IntArray]:
     """One random text for each of :func:`probe_lengths`."""
     embedding: Any = model.get_input_embeddings()
+    most = sampled_ids(model) or int(embedding.num_embeddings)
     draws = np.random.default_rng(seed)
     # Not the first ids: some families give positions no meaning where a padding token stands.
-    low = min(4, embedding.num_embeddings - 1)
-    return [draws.integers(low, embedding.num_embeddings, n, dtype=np.int64) for n in probe_lengths(model)]
+    return [draws.integers(min(4, most - 1), most, n, dtype=np.int64) for n in probe_lengths(model)]
 
 
 @torch.no_grad()

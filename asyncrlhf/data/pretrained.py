@@ -10,26 +10,42 @@ import transformers
 
 from asyncrlhf.data.adapter import add_adapter
 from asyncrlhf.data.checkpoint_folder import check_weights, from_pretrained, load_shape, load_tokenizer, resolve
+from asyncrlhf.data.converted import quantisation, refuse_missing_weights
 from asyncrlhf.data.data_config import ModelConfig
+from asyncrlhf.data.more_heads import forget_heads
 from asyncrlhf.data.routes import Routers
+from asyncrlhf.data.vocabulary import end_tokens, limit_vocabulary
 from asyncrlhf.validation import check, did_you_mean
 
 
 def load_model(
     config: ModelConfig, device: str = "cpu", dtype: torch.dtype | None = None
 ) -> transformers.PreTrainedModel:
-    """The causal language model in ``eval()``; ``dtype`` overrides ``model.dtype`` (master weights in float32)."""
+    """The causal language model in ``eval()``; ``dtype`` overrides ``model.dtype`` (master weights in float32). Raises
+    ConfigError for a missing weight: transformers would initialise it randomly."""
     dtype = dtype or getattr(torch, config.dtype)
     more = config.model_init_kwargs or {}
-    model = from_pretrained(transformers.AutoModelForCausalLM, config, dtype=dtype, use_safetensors=True, **more)
+    options = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True, **more}
+    model, report = from_pretrained(transformers.AutoModelForCausalLM, config, **options)
+    refuse_missing_weights(report, f"model.path={config.path}")
+    forget_heads(model.config)
     return model.to(device).eval()
+
+
+def load_sampled(
+    config: ModelConfig, device: str = "cpu", dtype: torch.dtype | None = None
+) -> transformers.PreTrainedModel:
+    """As :func:`load_model`, for log-probs: with a note of which ids it is a distribution over."""
+    model = load_model(config, device, dtype)
+    limit_vocabulary(config, model)
+    return model
 
 
 def load_policy(
     config: ModelConfig, device: str = "cpu", dtype: torch.dtype | None = None
 ) -> transformers.PreTrainedModel:
     """The model that the learner trains: the whole model, or with ``model.lora.r`` an adapter in the frozen model."""
-    model = load_model(config, device, dtype)
+    model = load_sampled(config, device, dtype)
     return add_adapter(model, config.lora) if config.lora.r else model
 
 
@@ -37,12 +53,18 @@ def check_model(config: ModelConfig) -> None:
     """Raise ConfigError unless the checkpoint's config and tokenizer load and the adapter fits; reads no weights."""
     shape = load_shape(config)
     own_code = config.trust_remote_code and "AutoModelForCausalLM" in (getattr(shape, "auto_map", None) or {})
+    method = quantisation(shape.to_dict())
+    check(
+        not method,
+        f"model.path={config.path} holds quantised weights ({method}), which cannot train; give the original "
+        "checkpoint, or one that transformers' model.dequantize() and save_pretrained wrote.",
+    )
     check(
         own_code or type(shape) in transformers.AutoModelForCausalLM._model_mapping,
         f"model.path={config.path} has the model type {shape.model_type}, which does not generate text; allowed: a "
         "causal language model.",
     )
-    load_tokenizer(config)
+    end_tokens(config, load_tokenizer(config))
     check_weights(resolve(config.path), "model.path")
     _check_keywords(config, shape)
     if config.lora.r:

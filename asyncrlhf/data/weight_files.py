@@ -14,6 +14,7 @@ from torch import nn
 
 from asyncrlhf.data.checkpoint_folder import load_shape, resolve
 from asyncrlhf.data.data_config import ModelConfig
+from asyncrlhf.data.more_heads import forget_heads, more_heads
 from asyncrlhf.errors import ConfigError
 
 
@@ -62,8 +63,10 @@ def load_blank(config: ModelConfig, dtype: torch.dtype) -> tuple[transformers.Pr
     model.tie_weights()  # again: a parameter on ``meta`` is replaced by a new object each time it is set
     files = WeightFiles(folder)
     persistent = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
-    if persistent or {name for name, _ in model.named_parameters()} != files.names - tied_names(model):
+    read = files.names - tied_names(model) - set(more_heads(files.names, shape))
+    if persistent or {name for name, _ in model.named_parameters()} != read:
         return None
+    forget_heads(model.config)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model.eval(), files

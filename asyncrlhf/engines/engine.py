@@ -17,7 +17,7 @@ from asyncrlhf.data.adapter import is_adapter, merged
 from asyncrlhf.data.data_config import LoraConfig, ModelConfig
 from asyncrlhf.engines.generator_config import GeneratorConfig
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.types import FloatArray, GenerationFailure, GenerationRequest, IntArray, Rollout
+from asyncrlhf.types import FloatArray, GenerationFailure, GenerationRequest, IntArray, Rollout, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -196,6 +196,14 @@ class AdapterMerge:
         return merged(self._base, weights, self._scaling) if is_adapter(weights) else weights
 
 
+def said_ids(rollout: Rollout, sampling: SamplingParams) -> IntArray:
+    """The response's ids [L or L-1] without the stop token at its end: a model may end its answers with a token that
+    its tokenizer would write as text."""
+    ids = rollout.response_ids
+    ended = rollout.finish_reason == "stop" and len(ids) and int(ids[-1]) in sampling.stop_token_ids
+    return ids[:-1] if ended else ids
+
+
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """The model's parameters by name, tied ones once under their first name."""
     return {name: parameter.data for name, parameter in model.named_parameters()}
@@ -266,9 +274,9 @@ def build_engine(
     offloads: bool = False,
     routes: bool = False,
 ) -> Engine:
-    """``load_model`` and ``offloads`` are for the hf engine (vLLM loads the checkpoint itself); ``vocab_size`` and
-    ``answer_ids`` are for the fake engine, ``decode`` is for stop texts. ``routes``: rollouts report the experts of
-    each token."""
+    """``load_model`` and ``offloads`` are for the hf engine (vLLM loads the checkpoint itself); ``answer_ids`` is for
+    the fake engine, ``decode`` for stop texts. ``vocab_size``: ids from this one on are never sampled. ``routes``:
+    rollouts report the experts of each token."""
     engine = _build(config, model, load_model, vocab_size, version, answer_ids, offloads, routes)
     engine.decode = decode
     return engine
@@ -294,7 +302,14 @@ def _build(
         from asyncrlhf.engines.vllm_core import VllmCore
         from asyncrlhf.engines.vllm_engine import VllmEngine
 
-        return VllmEngine(VllmCore(config, model, routes), slots=config.slots, version=version)
+        return VllmEngine(VllmCore(config, model, routes, vocab_size), slots=config.slots, version=version)
     from asyncrlhf.engines.hf import HFEngine  # transformers takes seconds to import, and the fake engine needs none
 
-    return HFEngine(load_model(model), slots=config.slots, version=version, offloads=offloads, routes=routes)
+    return HFEngine(
+        load_model(model),
+        slots=config.slots,
+        version=version,
+        offloads=offloads,
+        routes=routes,
+        sampled=vocab_size,
+    )

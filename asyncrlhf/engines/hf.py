@@ -37,8 +37,10 @@ class HFEngine(Engine):
         version: int = 0,
         offloads: bool = False,
         routes: bool = False,
+        sampled: int | None = None,
     ) -> None:
         """``offloads``: asleep on a CPU, the weights move into a file; on a GPU they move to the host in any case.
+        ``sampled``: ids from this one on are never sampled and have no probability; None: all may be.
         ``routes``: rollouts report the experts of each token; ConfigError for a model whose routers cannot."""
         embedding: Any = model.get_input_embeddings()
         model.train(False)
@@ -46,6 +48,7 @@ class HFEngine(Engine):
         self._device = model.device
         self._offload = Offload(model.device) if offloads or model.device.type == "cuda" else None
         self._passes, self.note = find_passes(model, slots, routes)
+        self._sampled_ids = sampled
         super().__init__(slots, version, context_of(model.config), int(embedding.num_embeddings))
         self._table = SlotTable(slots, RouteTable(model, slots) if routes else None)
         self._holes: list[int] = []  # rows below the table's count that hold no request
@@ -64,7 +67,7 @@ class HFEngine(Engine):
         if not table.count:
             return self._report()
         prefills = choose_prefills(table)
-        logits = self._passes.step(table, prefills)
+        logits = self._passes.step(table, prefills)[:, : self._sampled_ids]
         for _, sharers in prefills:
             table.ready[sharers] = True
             for row in sharers:
@@ -224,7 +227,7 @@ class HFEngine(Engine):
     def _score(self, text: IntArray) -> FloatArray:
         if len(text) < 2:
             return np.zeros(0, np.float32)
-        logprobs = torch.log_softmax(self._passes.score(text).float(), dim=-1)
+        logprobs = torch.log_softmax(self._passes.score(text)[:, : self._sampled_ids].float(), dim=-1)
         # Entry t is the log-prob of token t + 1; the prediction of the last token is left out.
         following = torch.from_numpy(text[1:, None]).to(logprobs.device)
         return logprobs[:-1].gather(1, following)[:, 0].cpu().numpy()

@@ -25,7 +25,7 @@ from asyncrlhf.engines.vllm_adapter import (
     write_adapter,
     zero_adapter,
 )
-from asyncrlhf.engines.vllm_transfer import BACKEND, merge_shares, register, worker_tensors
+from asyncrlhf.engines.vllm_transfer import BACKEND, merge_shares, register, sample_below, worker_tensors
 from asyncrlhf.errors import ConfigError, WeightSyncError
 from asyncrlhf.rewards.judge import end_with_parent, starting_vllm
 from asyncrlhf.types import GenerationRequest, IntArray, SamplingParams
@@ -51,8 +51,11 @@ class VllmCore:
     step during the model's work; on GPUs vLLM's asynchronous scheduling does that here too.
     """
 
-    def __init__(self, config: GeneratorConfig, model: ModelConfig, routes: bool = False) -> None:
-        """``routes``: results report the experts of each token."""
+    def __init__(
+        self, config: GeneratorConfig, model: ModelConfig, routes: bool = False, sampled: int | None = None
+    ) -> None:
+        """``routes``: results report the experts of each token. ``sampled``: ids from this one on have no probability;
+        None: all have some."""
         with starting_vllm("generator.engine=vllm", config.vllm.workers if config.gpus == 0 else 1):
             from vllm import SamplingParams
             from vllm.engine.arg_utils import EngineArgs
@@ -77,6 +80,10 @@ class VllmCore:
         if not self.in_process:
             self._llm.collective_rpc(end_with_parent)
         self._llm.collective_rpc("init_weight_transfer_engine", args=({},))
+        if sampled is not None and sampled < self._vocabulary:
+            call: Callable[..., Any] = self._llm.collective_rpc
+            call(sample_below, args=(sampled,))
+            self._vocabulary = sampled
         if self.adapts:  # a request that started without an adapter would go on without
             zero = zero_adapter(model)
             self._shapes = {name: tuple(tensor.shape) for name, tensor in zero.items()}

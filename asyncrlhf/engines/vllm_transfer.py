@@ -120,6 +120,20 @@ def _packed_for(layer: Any) -> str | None:
     return None if getattr(kernel, "_use_zentorch", True) else str(kernel.isa)
 
 
+def sample_below(worker: Any, limit: int) -> None:
+    """Runs in a vLLM worker: ids from ``limit`` on get no probability, in sampling and in scored texts. A request's
+    own settings (allowed tokens, biases) do not reach the log-probs of a scored text."""
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    def cut(module: nn.Module, inputs: Any, logits: torch.Tensor | None) -> None:
+        if logits is not None:  # as on all ranks but one that gathers
+            logits[..., limit:] = -torch.inf
+
+    for module in worker.get_model().modules():
+        if isinstance(module, LogitsProcessor):
+            module.register_forward_hook(cut)
+
+
 _ROWS = 1024  # of the identity, in one product
 
 

@@ -4,6 +4,7 @@ each sequence alone, and the fastest one that computes the same is chosen."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,9 +34,8 @@ AFFORDABLE = {"cpu": 5e9, "cuda": 1e13}
 # Largest difference of log-probs allowed, relative to the distance between the likeliest token and the median one. In
 # single precision rounding reaches 1e-5 of it, and a wrong mask, position or state a hundredth.
 EXACT = 5e-4
-# The same for the mean over the vocabulary, where numbers have 8 to 11 bits: rounding reaches 0.01 of that distance, and
-# 0.13 where it sends a token to another one of few experts.
-COARSE = 0.15
+# The same for the mean over the vocabulary, where numbers have 8 to 11 bits: rounding reaches 0.01 of that distance.
+COARSE = 0.05
 
 
 @dataclass(frozen=True)
@@ -115,14 +115,16 @@ class Text:
 
 
 class Wall:
-    """Texts, and the model's own log-probs of them, with transformers' eager attention."""
+    """Texts, and the model's own log-probs of them, with transformers' eager attention; in half precision with the
+    attention as it is, because another rounding would send some tokens to other experts."""
 
     def __init__(self, model: transformers.PreTrainedModel) -> None:
         """Raises ConfigError for a model whose forward pass changes its weights."""
         self._model = model
         self._texts = _texts(model)
         before = [parameter._version for parameter in model.parameters()]
-        with plain_attention(model), torch.inference_mode():
+        eager = nullcontext() if _is_coarse(model) else plain_attention(model)
+        with eager, torch.inference_mode():
             self._own = [
                 _last_logprobs(own_logits(model, text.tokens[None], last=STEPS + 1)[0]) for text in self._texts
             ]

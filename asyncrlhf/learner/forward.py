@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from asyncrlhf.algorithms.logprobs import KeptSets, collision_probability, kept_mass, token_logprobs
+from asyncrlhf.data.vocabulary import sampled_ids
 from asyncrlhf.learner.attention import Layout, PackedLayout, use_packed_attention
 from asyncrlhf.learner.model_pass import last_hidden, predicting_logits, silence_dropout, trunk_of
 from asyncrlhf.types import IdArray, IntArray, TrainBatch
@@ -167,7 +168,7 @@ class PackedPolicy(nn.Module):
         silence_dropout(model)
         self.model, self.packing = model, packing
         self._hidden = self._trunk
-        self._plain_head = self._head_is_plain()
+        self._plain_head, self._sampled = self._head_is_plain(), sampled_ids(model)
         self.collision = collision
         self.sequence: SequenceParallel | None = None  # with it, each rank passes a part of the same inputs
         self._chunks = chunked
@@ -214,12 +215,13 @@ class PackedPolicy(nn.Module):
     def _facts(
         self, logits: torch.Tensor, targets: torch.Tensor, temperature: float, kept: KeptSets | None
     ) -> TokenFacts:
-        logprobs, entropies = token_logprobs(logits, targets, temperature=temperature, kept=kept)
+        ids = self._sampled
+        logprobs, entropies = token_logprobs(logits, targets, temperature=temperature, kept=kept, vocabulary=ids)
         collision = mass = logprobs.new_empty(0)
         if self.collision:
-            collision = collision_probability(logits.detach(), temperature=temperature, kept=kept)
+            collision = collision_probability(logits.detach()[:, :ids], temperature=temperature, kept=kept)
         if kept is not None:
-            mass = kept_mass(logits.detach(), kept, temperature=temperature)
+            mass = kept_mass(logits.detach()[:, :ids], kept, temperature=temperature)
         return TokenFacts(logprobs, entropies, collision, mass)
 
     def _chunked(

@@ -20,6 +20,7 @@ from asyncrlhf.data.plain_pass import (
     rounding,
     set_attention,
 )
+from asyncrlhf.data.vocabulary import sampled_ids
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.forward import PackedInputs, PackedPolicy
 from asyncrlhf.learner.layout_checks import check_whole_sequences
@@ -109,7 +110,8 @@ def _problem(
         # Shuffled, the longest between others, with a sibling that shares the prompt of one of them.
         order = [texts[1], texts[2], texts[0], np.concatenate([texts[1][:4], texts[0][1:]])]
         found = _logprobs(policy, order)
-        expected = [_own_logprobs(logits, text) for logits, text in zip(plain, texts, strict=True)]
+        sampled = sampled_ids(model)
+        expected = [_own_logprobs(logits[:, :sampled], text) for logits, text in zip(plain, texts, strict=True)]
         if way.attention is None:
             others = [(text + 1) % max(int(text.max()), 2) for text in texts]
             moved = _logprobs(policy, [others[1], texts[2], others[0], np.concatenate([others[1][:4], others[0][1:]])])

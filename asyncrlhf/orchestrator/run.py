@@ -23,7 +23,9 @@ from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.unused import unused_settings
 from asyncrlhf.data.checkpoint_folder import context_length, load_shape, load_tokenizer
+from asyncrlhf.data.checkpoint_notes import checkpoint_notes
 from asyncrlhf.data.pretrained import check_model, check_routers
+from asyncrlhf.data.vocabulary import check_prompts, end_tokens, sampled_vocabulary
 from asyncrlhf.errors import AsyncRLHFError, ConfigError, DiskFullError, failure_sentence, full_disk
 from asyncrlhf.learner.model_fits import check_dealt_out
 from asyncrlhf.learner.optimizers import check_optimizer
@@ -88,8 +90,9 @@ def prepare(config: RunConfig) -> Prepared:
     tokenizer = load_tokenizer(config.model)
     completion = config.generator.max_completion_length
     task = _fitting_task(config, tokenizer)
-    first = (task.heldout() or [task.train_source(config.seed).next()])[0]
-    check_rewards(config.reward, tokenizer, lambda: task, completion, first)
+    prompts = task.heldout() or [task.train_source(config.seed).next()]
+    check_prompts(config.model, tokenizer, prompts)
+    check_rewards(config.reward, tokenizer, lambda: task, completion, prompts[0])
     check_optimizer(config.learner)
     if config.algorithm.loss.target:
         check_loss(config.algorithm.loss.target, config.algorithm.needs_reference)
@@ -105,13 +108,14 @@ def prepare(config: RunConfig) -> Prepared:
         min_p=config.generator.min_p,
         repetition_penalty=config.generator.repetition_penalty,
         stop=tuple(config.generator.stop),
-        stop_token_ids=() if config.generator.ignore_eos else (tokenizer.eos_token_id,),
+        stop_token_ids=() if config.generator.ignore_eos else end_tokens(config.model, tokenizer),
     )
     read = partial(_read_whole, config=config, run_dir=run_dir, task=task)
     whole, passed_over = newest_whole(found, read)
     saved, origin = whole or (None, find_origin(config, run_dir, None))
     config, notes = fusion_in_force(config, tokenizer)
     notes = [*passed_over, *unused_settings(config), *slow_formats(config), *notes, *service_notes(config)]
+    notes += checkpoint_notes(config.model, tokenizer)
     notes += filter(None, [origin.said])
     return Prepared(config, run_dir, tokenizer, task, sampling, saved, notes, origin)
 
@@ -282,7 +286,7 @@ class _Job:
             heldout,
             self._recorder,
             self._view,
-            vocab_size=len(prepared.tokenizer),
+            vocab_size=sampled_vocabulary(config.model, prepared.tokenizer),
             saved=prepared.saved,
         )
         try:

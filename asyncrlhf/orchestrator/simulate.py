@@ -16,6 +16,7 @@ from asyncrlhf.cluster.parts import placement_plan, specs
 from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.checkpoint_folder import load_tokenizer
+from asyncrlhf.data.vocabulary import end_tokens, sampled_vocabulary
 from asyncrlhf.learner.layout_checks import PARALLEL
 from asyncrlhf.orchestrator.controller import Controller, Outcome
 from asyncrlhf.orchestrator.heldout import HeldOut
@@ -82,7 +83,7 @@ def simulate(
     sampling = SamplingParams(
         max_completion_length=config.generator.max_completion_length,
         temperature=1.0,
-        stop_token_ids=() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
+        stop_token_ids=end_tokens(config.model, tokenizer),
     )
     began = time.process_time()
     controllers: list[Controller] = []
@@ -92,8 +93,8 @@ def simulate(
         sharing = {spec.name for spec in parts.generators} if take_turns else placement_plan(config).sharing
         runtime = CostRuntime(parts, sharing, world)
         heldout = HeldOut([], sampling, runtime)
-        source = task.train_source(config.seed)
-        controller = Controller(config, runtime, source, sampling, heldout, recorder, view, vocab_size=len(tokenizer))
+        source, vocabulary = task.train_source(config.seed), sampled_vocabulary(config.model, tokenizer)
+        controller = Controller(config, runtime, source, sampling, heldout, recorder, view, vocab_size=vocabulary)
         controllers.append(controller)
         try:
             return await controller.run()

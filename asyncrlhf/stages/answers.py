@@ -14,7 +14,8 @@ from asyncrlhf.actors.annotator import RewardSpec
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
-from asyncrlhf.engines.engine import build_engine
+from asyncrlhf.data.vocabulary import sampled_vocabulary
+from asyncrlhf.engines.engine import build_engine, said_ids
 from asyncrlhf.orchestrator.dispatch import request_seed
 from asyncrlhf.redaction import redact
 from asyncrlhf.types import Annotation, FinishReason, GenerationRequest, Prompt, Rollout, SamplingParams
@@ -50,7 +51,7 @@ def sample_answers(
         replace(config.generator, engine=kind),
         model,
         load_model=lambda wanted: load_model(wanted, device),
-        vocab_size=len(tokenizer),
+        vocab_size=sampled_vocabulary(model, tokenizer),
         decode=lambda ids: str(tokenizer.decode(list(ids))),
     )
     requests = [
@@ -66,7 +67,7 @@ def sample_answers(
         engine.close()
     made.sort(key=lambda answer: answer.rollout_id)
     decode = tokenizer.decode
-    texts = [str(decode(answer.response_ids.tolist(), skip_special_tokens=True)) for answer in made]
+    texts = [str(decode(said_ids(answer, sampling).tolist(), skip_special_tokens=True)) for answer in made]
     return [
         replace(answer, response_text=text, generator_id="evaluate") for answer, text in zip(made, texts, strict=True)
     ]

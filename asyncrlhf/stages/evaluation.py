@@ -14,7 +14,8 @@ from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.stage_config import ANSWERS
 from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
-from asyncrlhf.data.pretrained import check_model, load_model
+from asyncrlhf.data.pretrained import check_model, load_sampled
+from asyncrlhf.data.vocabulary import end_tokens
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.heldout import pass_at_k
 from asyncrlhf.orchestrator.run import Prepared, prepare
@@ -128,11 +129,11 @@ def _opponents(
     if opponent is None:
         return []
     own: transformers.PreTrainedTokenizerBase = load_tokenizer(opponent)
+    sampling = replace(sampling, stop_token_ids=end_tokens(opponent, own) if sampling.stop_token_ids else ())
     if same_tokens(own, tokenizer):
         return sample_answers(config, opponent, tokenizer, prompts, sampling, each)
-    stop = (own.eos_token_id,) if sampling.stop_token_ids else ()
     asked = read(config.task, own)
-    made = sample_answers(config, opponent, own, asked, replace(sampling, stop_token_ids=stop), each)
+    made = sample_answers(config, opponent, own, asked, sampling, each)
     return written([(r.group_id, r.response_text, r.finish_reason == "stop") for r in made], prompts, tokenizer)
 
 
@@ -200,10 +201,10 @@ def _divergence(config: RunConfig, reference: ModelConfig, answers: Sequence[Rol
     temperature = config.evaluation.temperature
     levels = [1.0] if temperature in (0.0, 1.0) else [1.0, temperature]
     device = "cuda" if config.generator.gpus > 0 else "cpu"
-    theirs = response_logprobs(load_model(reference, device), answers, levels)
+    theirs = response_logprobs(load_sampled(reference, device), answers, levels)
     if not temperature:
         return {"perplexity": perplexity(theirs[0]), "kl": None}
-    (ours,) = response_logprobs(load_model(config.model, device), answers, levels[-1:])
+    (ours,) = response_logprobs(load_sampled(config.model, device), answers, levels[-1:])
     groups = [r.group_id for r in answers]
     return {"perplexity": perplexity(theirs[0]), "kl": kl_figures(ours, theirs[-1], groups)}
 

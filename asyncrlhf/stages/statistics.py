@@ -11,6 +11,7 @@ import transformers
 
 from asyncrlhf.algorithms.kl import kl_estimate
 from asyncrlhf.algorithms.logprobs import token_logprobs
+from asyncrlhf.data.vocabulary import sampled_ids
 from asyncrlhf.rewards.model import padded_batches
 from asyncrlhf.types import FloatArray, IntArray, Rollout
 
@@ -114,7 +115,8 @@ def response_logprobs(
             begin, end = len(rollouts[i].prompt.token_ids), int(lengths[i])
             for level, temperature in zip(found, temperatures, strict=True):
                 predicted, targets = logits[row, begin - 1 : end - 1], ids[row, begin:end]
-                level[i] = token_logprobs(predicted, targets, temperature=temperature)[0].float().cpu().numpy()
+                facts = token_logprobs(predicted, targets, temperature=temperature, vocabulary=sampled_ids(model))
+                level[i] = facts[0].float().cpu().numpy()
     return found
 
 

@@ -20,7 +20,9 @@ from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.stage_config import TrainerConfig
 from asyncrlhf.data.adapter import peft_settings
 from asyncrlhf.data.checkpoint_folder import context_length, load_tokenizer, resolve
+from asyncrlhf.data.checkpoint_notes import checkpoint_notes
 from asyncrlhf.data.pretrained import check_model
+from asyncrlhf.data.vocabulary import check_template
 from asyncrlhf.orchestrator.run import RUNS
 from asyncrlhf.records.checkpoint import FOLDER, find_checkpoints, newest_whole
 from asyncrlhf.records.record_marker import refuse_used_folder
@@ -56,7 +58,7 @@ class Job:
     tokenizer: PreTrainedTokenizerBase
     max_length: int  # tokens, within the model's context
     resume: Path | None
-    notes: Sequence[str] = ()  # about skipped checkpoints
+    notes: Sequence[str] = ()  # about skipped checkpoints, and the model's
 
 
 def prepare_job(config: RunConfig, settings: TrainerConfig, stage: str, conversational: bool) -> Job:
@@ -80,12 +82,15 @@ def prepare_job(config: RunConfig, settings: TrainerConfig, stage: str, conversa
     folder = checkpoints[0].parents[1] if checkpoints and given is None else run_folder(config, stage)
     resume, passed_over = newest_whole(checkpoints, partial(whole, run_dir=folder))
     limit, tokenizer = min(settings.max_length, context_length(config.model)), load_tokenizer(config.model)
+    if conversational:
+        check_template(config.model, tokenizer)
+    notes = [*passed_over, *checkpoint_notes(config.model, tokenizer)]
     check(
         tokenizer.chat_template or not conversational,
         f"{key}.path={settings.path} holds conversations, but the tokenizer of model.path={config.model.path} has no "
         "chat template.",
     )
-    return Job(config, stage, key, settings, folder, tokenizer, limit, resume, passed_over)
+    return Job(config, stage, key, settings, folder, tokenizer, limit, resume, notes)
 
 
 def hush_deepspeed() -> None:
