@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
 
 from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig
+from asyncrlhf.data.text_part import missing_towers_left_out
 
 TEXT: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -38,9 +39,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
                 "rope_parameters": {**ROPE, "partial_rotary_factor": 1.0, "mrope_interleaved": True}},
     "gemma4": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16,
                "hidden_size_per_layer_input": 8},
+    "gemma3n": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16, "num_kv_shared_layers": 0,
+                "hidden_size_per_layer_input": 8, "intermediate_size": [48, 48], "laurel_rank": 8,
+                "activation_sparsity_pattern": [0.5, 0.0], "final_logit_softcapping": 5.0},
     "paligemma": {},
 }  # fmt: skip
-TOWER_OF = {"mistral3": "pixtral"}
 
 
 def composite(kind: str, **top: Any) -> PreTrainedModel:
@@ -49,14 +52,17 @@ def composite(kind: str, **top: Any) -> PreTrainedModel:
     ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     text = TEXT | ends | {"vocab_size": len(tokenizer), "vocab_size_per_layer_input": len(tokenizer)} | FAMILIES[kind]
     shape = AutoConfig.for_model(kind)
-    parts = {"text_config": {**text, "model_type": shape.text_config.model_type}}
-    known = shape.vision_config.to_dict()
-    vision = {name: value for name, value in VISION.items() if name in known}
-    parts["vision_config"] = {**vision, "model_type": shape.vision_config.model_type}
-    parts["vision_config"] |= {"deepstack_visual_indexes": [0]} if "deepstack_visual_indexes" in known else {}
+    parts: dict[str, Any] = {"text_config": {**text, "model_type": shape.text_config.model_type}}
+    if shape.vision_config is not None:
+        known = shape.vision_config.to_dict()
+        sizes = {name: value for name, value in VISION.items() if name in known}
+        parts["vision_config"] = {**sizes, "model_type": shape.vision_config.model_type}
+        if "deepstack_visual_indexes" in known:
+            parts["vision_config"]["deepstack_visual_indexes"] = [0]
     torch.manual_seed(0)
     made = AutoConfig.for_model(kind, **parts, **top)
-    return AutoModelForMultimodalLM.from_config(made, dtype=torch.float32, attn_implementation="eager").eval()
+    with missing_towers_left_out():  # gemma3n's vision tower needs timm
+        return AutoModelForMultimodalLM.from_config(made, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def save_composite(folder: Path, kind: str, *, shard: str = "50GB", **top: Any) -> PreTrainedModel:

@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from contextlib import redirect_stderr
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def resolve(path: str) -> str:
     """A folder or hub name that ``from_pretrained`` takes, with a causal language model: that of a multi-modal
     checkpoint is copied once (:func:`~asyncrlhf.data.text_folder.text_folder`)."""
     given = named(path)
-    local = Path(given if Path(given).is_dir() else _snapshot_of_several(given))
+    local = Path(given if Path(given).is_dir() else _folder_if_multi_modal(given))
     return str(text_folder(local, cache_folder())) if local.is_dir() else given
 
 
@@ -59,7 +60,8 @@ def named(path: str) -> str:
     return path
 
 
-def _snapshot_of_several(name: str) -> str:
+@lru_cache
+def _folder_if_multi_modal(name: str) -> str:
     """The hub's checkpoint as a folder here if it is multi-modal, else its name."""
     try:
         found = cached_file(name, "config.json")

@@ -38,7 +38,7 @@ def check_model(config: ModelConfig) -> None:
     shape = load_shape(config)
     own_code = config.trust_remote_code and "AutoModelForCausalLM" in (getattr(shape, "auto_map", None) or {})
     check(
-        own_code or type(shape) in transformers.AutoModelForCausalLM._model_mapping,
+        own_code or (type(shape) in transformers.AutoModelForCausalLM._model_mapping and not shape.is_encoder_decoder),
         f"model.path={config.path} has the model type {shape.model_type}, which does not generate text; allowed: a "
         "causal language model.",
     )

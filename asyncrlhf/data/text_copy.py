@@ -28,6 +28,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from asyncrlhf.data.checkpoint_folder import check_weights
 from asyncrlhf.data.text_part import TextPart, find_text_part
 from asyncrlhf.data.weight_files import WeightFiles, tied_names
 from asyncrlhf.validation import check
@@ -46,6 +47,7 @@ def write_text_part(folder: Path, shape: transformers.PretrainedConfig, target: 
     ``shape``. Raises ConfigError if it has no language model that can be trained alone, or lacks some of its tensors;
     if it is quantised; or if the disk is too small."""
     key = f"model.path={folder}"
+    check_weights(str(folder), "model.path")
     part = _text_part(shape, key)
     on_disk = sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
     size = on_disk * part.text.num_parameters() / part.whole.num_parameters()

@@ -110,14 +110,14 @@ def _build(
     """The model in ``eval()``, on ``meta``; with ``computed_buffers`` only its parameters are there."""
     make = getattr(kind, "from_config", None) or kind._from_config
     blank = accelerate.init_empty_weights(include_buffers=False) if computed_buffers else torch.device("meta")
-    with blank, _missing_towers_left_out():
+    with blank, missing_towers_left_out():
         model: transformers.PreTrainedModel = make(copy.deepcopy(shape), dtype=dtype, **_PLAIN)
     model.tie_weights()
     return model.eval()
 
 
 @contextmanager
-def _missing_towers_left_out() -> Iterator[None]:
+def missing_towers_left_out() -> Iterator[None]:
     """A tower that needs a package which is not installed, such as timm, is an empty module: text does not reach it."""
     build = transformers.AutoModel.from_config
 
