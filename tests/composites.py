@@ -20,8 +20,14 @@ TEXT: dict[str, Any] = {
 VISION: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1,
     "num_heads": 2, "image_size": 28, "patch_size": 14, "out_hidden_size": 32, "vision_output_dim": 16,
-    "projector_input_dim": 16, "projector_output_dim": 16,
+    "projector_input_dim": 16, "projector_output_dim": 16, "embed_dim": 16,
 }  # fmt: skip
+AUDIO = {
+    "hidden_size": 16,
+    "conf_num_attention_heads": 2,
+    "conf_num_hidden_layers": 1,
+    "sscp_conv_channel_size": [4, 4],
+}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 # Of the text part, where the sizes above do not say all.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -59,6 +65,8 @@ def composite(kind: str, **top: Any) -> PreTrainedModel:
         parts["vision_config"] = {**sizes, "model_type": shape.vision_config.model_type}
         if "deepstack_visual_indexes" in known:
             parts["vision_config"]["deepstack_visual_indexes"] = [0]
+    if getattr(shape, "audio_config", None) is not None:
+        parts["audio_config"] = AUDIO
     torch.manual_seed(0)
     made = AutoConfig.for_model(kind, **parts, **top)
     with missing_towers_left_out():  # gemma3n's vision tower needs timm

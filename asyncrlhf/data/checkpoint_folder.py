@@ -60,6 +60,17 @@ def named(path: str) -> str:
     return path
 
 
+def copy_note(config: ModelConfig) -> str | None:
+    """A sentence for the user if the run trains a part of the checkpoint; else None."""
+    given, used = named(config.path), resolve(config.path)
+    if used == given:
+        return None
+    return (
+        f"model.path={config.path} is a multi-modal checkpoint: only its language model is trained, sampled and saved, "
+        f"from the copy {used}."
+    )
+
+
 @lru_cache
 def _folder_if_multi_modal(name: str) -> str:
     """The hub's checkpoint as a folder here if it is multi-modal, else its name."""

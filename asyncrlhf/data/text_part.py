@@ -29,7 +29,12 @@ PROBE_TOKENS = 12
 # float64: the two models differ by rounding, or by much more than this share of the largest logit.
 TOLERANCE = 1e-9
 # Sizes of the small model; its heads keep their width, to which rotary positions are adjusted.
-LAYERS, HEADS, WIDTH, EXPERTS, VOCABULARY = 4, 2, 64, 4, 64
+LAYERS, HEADS = 4, 2
+# By a part of the settings' names: widths, and what the probe must be longer than.
+SIZES = {
+    "intermediate_size": 64, "vocab_size": 64, "experts_per_tok": 2, "top_k_experts": 2, "experts": 4,
+    "sliding_window": 5, "chunk_size": 5,
+}  # fmt: skip
 # How transformers' own plain forward computes attention and experts.
 _PLAIN = {"attn_implementation": "eager", "experts_implementation": "eager"}
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -54,27 +59,28 @@ def find_text_part(shape: transformers.PretrainedConfig, where: str) -> TextPart
     Raises ConfigError, which begins with ``where``, if it has none that generates text, or if no causal language model
     of transformers computes the same as it does without images.
     """
-    own = text_shape(shape)
-    if own is shape or own.is_encoder_decoder:
+    own, kind = text_shape(shape), _whole_class(shape)
+    if own is shape or own.is_encoder_decoder or kind is None:
         raise ConfigError(
-            f"{where} has the model type {shape.model_type}, which does not generate text from text alone."
+            f"{where} has the model type {shape.model_type}, which does not generate text from text alone; allowed: a "
+            "causal language model, or a multi-modal model with one."
         )
+    begun = (
+        f"{where}: the language model of the model type {shape.model_type} ({own.model_type}) cannot be trained alone"
+    )
     try:
-        whole = _build(_whole_class(shape), shape, torch.float32)
+        whole = _build(kind, shape, torch.float32)
         for family in _families(own):
             text = _build(transformers.AutoModelForCausalLM, _settings(shape, own, family, whole), torch.float32)
             names = _names(whole, text)
-            if names is not None and _computes_the_same(shape, family):
+            if names is not None and _computes_the_same(kind, shape, family):
                 return TextPart(whole, text, names)
     # What transformers raises for a config that its own classes cannot build or run, or that the small model breaks.
     except (ImportError, ValueError, TypeError, AttributeError, LookupError, RuntimeError, ArithmeticError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        raise ConfigError(
-            f"{where}: the model type {shape.model_type} cannot be built and compared: {reason}."
-        ) from error
+        raise ConfigError(f"{begun}, as the two cannot be compared: {reason}.") from error
     raise ConfigError(
-        f"{where}: the language model of the model type {shape.model_type} ({own.model_type}) cannot be trained alone: "
-        "transformers has no causal language model that computes the same as it does for text without images."
+        f"{begun}: transformers has no causal language model that computes the same as it does for text without images."
     )
 
 
@@ -97,11 +103,11 @@ def _families(own: transformers.PretrainedConfig) -> Iterator[type[transformers.
 
 
 def _whole_class(shape: transformers.PretrainedConfig) -> Any:
-    """The class of the whole model: the one that the checkpoint names, else transformers' for this type."""
+    """The class of the whole model: the one that the checkpoint names, else transformers' for this type, or None."""
     named = getattr(transformers, next(iter(shape.architectures or []), ""), None)
     if named is not None and getattr(named, "config_class", None) is type(shape):
         return named
-    return transformers.AutoModelForMultimodalLM
+    return transformers.AutoModelForMultimodalLM._model_mapping.get(type(shape), None)
 
 
 def _build(
@@ -145,12 +151,9 @@ def _settings(
     else:
         skipped = {"model_type", "architectures", "transformers_version"}
         kept = {k: getattr(own, k) for k in family().to_dict() if k not in skipped and hasattr(own, k)}
+        # For text, positions with several dimensions are plain ones; engines would take them for another model's.
+        kept["rope_parameters"] = {k: v for k, v in (own.rope_parameters or {}).items() if not k.startswith("mrope")}
         made = family(**copy.deepcopy(kept))
-    # For text these are plain rotary positions; engines take the sections for a sign of multi-modal input.
-    for rope in (made.rope_parameters or {},) if hasattr(made, "rope_parameters") else ():
-        for name in [name for name in rope if name.startswith("mrope")]:
-            if family is not type(own):
-                del rope[name]
     head, words = whole.get_output_embeddings(), whole.get_input_embeddings()
     made.tie_word_embeddings = head is not None and head.weight is words.weight
     for name in _SPECIAL:
@@ -186,12 +189,14 @@ def _below(tensors: Mapping[str, torch.Size], place: str) -> dict[str, torch.Siz
     return {name.removeprefix(f"{place}."): size for name, size in tensors.items() if name.startswith(f"{place}.")}
 
 
-def _computes_the_same(shape: transformers.PretrainedConfig, family: type[transformers.PretrainedConfig]) -> bool:
+def _computes_the_same(
+    kind: Any, shape: transformers.PretrainedConfig, family: type[transformers.PretrainedConfig]
+) -> bool:
     """Whether a small random language model of ``family`` computes the logits of the small multi-modal model that
     holds the same tensors, from text. The tensors of towers are zeros without memory: text does not reach them."""
     small = copy.deepcopy(shape)
     _shrink(text_shape(small))
-    whole = _build(_whole_class(small), small, torch.float64, computed_buffers=True)
+    whole = _build(kind, small, torch.float64, computed_buffers=True)
     settings = _settings(small, text_shape(small), family, whole)
     draws = torch.Generator().manual_seed(0)
     text = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.float64, **_PLAIN)
@@ -203,7 +208,7 @@ def _computes_the_same(shape: transformers.PretrainedConfig, family: type[transf
             # Layers far from their start: no difference may hide behind zeros and small numbers.
             mean, deviation = (0.0, tensor.shape[-1] ** -0.5) if tensor.dim() > 1 else (0.5, 0.2)
             tensor.normal_(mean, deviation, generator=draws)
-    ids = torch.randint(1, VOCABULARY, (1, PROBE_TOKENS), generator=draws)
+    ids = torch.randint(1, settings.vocab_size, (1, PROBE_TOKENS), generator=draws)
     state = {n: torch.zeros((), dtype=t.dtype).expand(t.shape) for n, t in whole.state_dict().items()}
     state |= {names[n]: t for n, t in text.state_dict().items()}
     whole.load_state_dict(state, assign=True)
@@ -211,7 +216,7 @@ def _computes_the_same(shape: transformers.PretrainedConfig, family: type[transf
     with torch.no_grad():
         expected = whole(input_ids=ids, use_cache=False).logits
         logits = text.eval()(input_ids=ids, use_cache=False).logits
-    return bool((logits - expected).abs().max() <= TOLERANCE * expected.abs().max())
+    return bool((logits - expected).abs().max() <= TOLERANCE * expected.abs().max() and expected.std() > 0)
 
 
 def _shrink(own: transformers.PretrainedConfig) -> None:
@@ -224,13 +229,9 @@ def _shrink(own: transformers.PretrainedConfig) -> None:
     kept = min(layers, kept)
     for name, value in list(vars(own).items()):
         if isinstance(value, list) and len(value) == layers:
-            setattr(own, name, [min(v, WIDTH) if type(v) is int else v for v in value[:kept]])
-        elif isinstance(value, int) and "intermediate_size" in name:
-            setattr(own, name, WIDTH)
-        elif isinstance(value, int) and "vocab_size" in name:
-            setattr(own, name, VOCABULARY)
-        elif isinstance(value, int) and "experts" in name and type(value) is int:
-            setattr(own, name, min(value, EXPERTS // 2 if "per_tok" in name or "top_k" in name else EXPERTS))
+            setattr(own, name, [min(v, 64) if type(v) is int else v for v in value[:kept]])
+        elif type(value) is int and (size := next((size for part, size in SIZES.items() if part in name), None)):
+            setattr(own, name, min(value, size))
     if isinstance(getattr(own, "moe_layers", None), list):
         own.moe_layers = [place for place in own.moe_layers if place < kept]
     if getattr(own, "num_kv_shared_layers", 0):

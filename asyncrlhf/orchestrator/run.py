@@ -22,7 +22,7 @@ from asyncrlhf.cluster.parts import build_runtime, service_notes
 from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.unused import unused_settings
-from asyncrlhf.data.checkpoint_folder import context_length, load_shape, load_tokenizer
+from asyncrlhf.data.checkpoint_folder import context_length, copy_note, load_shape, load_tokenizer
 from asyncrlhf.data.pretrained import check_model, check_routers
 from asyncrlhf.errors import AsyncRLHFError, ConfigError, DiskFullError, failure_sentence, full_disk
 from asyncrlhf.learner.model_fits import check_dealt_out
@@ -112,7 +112,7 @@ def prepare(config: RunConfig) -> Prepared:
     saved, origin = whole or (None, find_origin(config, run_dir, None))
     config, notes = fusion_in_force(config, tokenizer)
     notes = [*passed_over, *unused_settings(config), *slow_formats(config), *notes, *service_notes(config)]
-    notes += filter(None, [origin.said])
+    notes += filter(None, [copy_note(config.model), origin.said])
     return Prepared(config, run_dir, tokenizer, task, sampling, saved, notes, origin)
 
 

@@ -67,6 +67,7 @@ def test_it_computes_what_the_multi_modal_model_does_for_text(kind: str, tmp_pat
     assert copied and not [
         name for name in copied if any(w in name for w in ("vision", "visual", "audio", "projector"))
     ]
+    assert text.config.model_type != "qwen2" or "mrope_section" not in text.config.rope_parameters
     again = load_tokenizer(config)
     assert again.get_vocab() == load_tokenizer(ModelConfig()).get_vocab()
 
@@ -155,9 +156,7 @@ def test_a_run_trains_it_and_its_export_goes_back_into_the_checkpoint(tmp_path: 
 def test_a_model_without_a_language_model_is_refused(kind: str, tmp_path: Path) -> None:
     AutoConfig.for_model(kind).save_pretrained(tmp_path)
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(
-        ConfigError, match=f"(model type {kind}|{kind}_text_model).*(does not generate text|trained alone)"
-    ):
+    with pytest.raises(ConfigError, match=f"has the model type {kind}, which does not generate text"):
         check_model(ModelConfig(path=str(tmp_path)))
 
 
