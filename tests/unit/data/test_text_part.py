@@ -96,6 +96,7 @@ def test_an_output_layer_that_differs_from_the_embedding_is_not_tied_to_it(tmp_p
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
     text = load_model(ModelConfig(path=str(tmp_path)))
     assert torch.equal(text.get_output_embeddings().weight, 2 * text.get_input_embeddings().weight)
+    assert not text.config.tie_word_embeddings, "other loaders than transformers' own believe the config"
 
 
 def test_tensors_are_written_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
