@@ -126,7 +126,8 @@ def test_it_is_copied_once_and_again_when_the_checkpoint_changed(
 
 def test_a_run_trains_it_and_its_export_goes_back_into_the_checkpoint(tmp_path: Path) -> None:
     whole = save_composite(tmp_path / "whole", "qwen2_5_vl", shard="20KB")
-    settings = ("async.mode=sync", "steps=2", "batch_size=8", "num_generations=4", "learner.learning_rate=1e-2")
+    settings = ("async.mode=sync", "steps=2", "batch_size=8", "num_generations=4", "learner.learning_rate=1e-2",
+                "reward.kind=python", "reward.target=tests.reward_functions:one_for_digits")  # fmt: skip
     finished = run(
         tmp_path / "run", *settings, f"model.path={tmp_path / 'whole'}", "checkpoint.at_end=true",
         "generator.max_completion_length=4", "task.digits=1", "generator.slots=8",
@@ -137,6 +138,8 @@ def test_a_run_trains_it_and_its_export_goes_back_into_the_checkpoint(tmp_path: 
     trained = load_model(ModelConfig(path=str(export)))
     assert names(export) == names(resolve(str(tmp_path / "whole")))
     assert {n: p.shape for n, p in trained.named_parameters()} == {n: p.shape for n, p in started.named_parameters()}
+
+    assert (logprobs(trained) - logprobs(started)).abs().max() > 0.1, "it learned, or the rest says nothing"
 
     out = put_back(export, tmp_path / "whole", tmp_path / "out")
     back = AutoModelForMultimodalLM.from_pretrained(out, dtype=torch.float32, attn_implementation="eager")
