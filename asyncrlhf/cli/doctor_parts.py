@@ -68,10 +68,10 @@ def head_size(config: RunConfig) -> int | None:
     """The size of the model's attention heads; None if it cannot be read, which the run itself reports better."""
     from transformers import AutoConfig
 
-    from asyncrlhf.data.checkpoint_folder import resolve
+    from asyncrlhf.data.checkpoint_folder import named
 
     try:
-        model = AutoConfig.from_pretrained(resolve(config.model.path))
+        model = AutoConfig.from_pretrained(named(config.model.path)).get_text_config(decoder=True)
     except (ConfigError, OSError, ValueError):
         return None
     size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads

@@ -24,9 +24,9 @@ SLOTS = (32, 64, 128, 256, 512)
 
 
 def shape_of(config: RunConfig) -> Any:
-    from asyncrlhf.data.checkpoint_folder import resolve
+    from asyncrlhf.data.checkpoint_folder import named
 
-    path = Path(resolve(config.model.path))
+    path = Path(named(config.model.path))
     check(
         path.is_dir(),
         f"plan: model.path={config.model.path} is not a folder here; give one that holds the model's config.json "

@@ -51,10 +51,10 @@ def named_files(config: RunConfig) -> Iterator[tuple[str, Path]]:
 
 
 def _model(path: str) -> Path:
-    from asyncrlhf.data.checkpoint_folder import resolve  # imports transformers, which takes seconds
+    from asyncrlhf.data.checkpoint_folder import named  # imports transformers, which takes seconds
 
     try:
-        return Path(resolve(path))
+        return Path(named(path))
     except ConfigError:  # the code that loads it reports the error
         return NOTHING
 

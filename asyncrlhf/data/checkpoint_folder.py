@@ -6,14 +6,18 @@ from __future__ import annotations
 import json
 import re
 from contextlib import suppress
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import transformers
+from huggingface_hub import snapshot_download
+from transformers.utils import cached_file
 
-from asyncrlhf.data.converted import converted, smollm2
+from asyncrlhf.data.converted import cache_folder, converted, smollm2
 from asyncrlhf.data.data_config import ModelConfig, refuse_missing_model
+from asyncrlhf.data.text_folder import is_nested, text_folder
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.validation import check
 
@@ -23,11 +27,28 @@ DEFAULT_CONTEXT = 2048
 
 
 def resolve(path: str, trust_remote_code: bool = False) -> str:
-    """A folder or hub name that ``from_pretrained`` takes.
+    """A folder or hub name that ``from_pretrained`` takes, with a causal language model.
+
+    What is no whole plain checkpoint is converted once (:func:`asyncrlhf.data.converted.converted`), and the language
+    model of a multi-modal one is copied once (:func:`~asyncrlhf.data.text_folder.text_folder`); only a conversion runs
+    the checkpoint's own code, with ``trust_remote_code``.
+    """
+    given = _whole(path, trust_remote_code)
+    local = Path(given if Path(given).is_dir() else _folder_if_multi_modal(given))
+    return str(text_folder(local, cache_folder())) if local.is_dir() else given
+
+
+def _whole(path: str, trust_remote_code: bool) -> str:
+    given = named(path)
+    return given if path in ("tiny", "smollm2") else converted(given, trust_remote_code)
+
+
+def named(path: str) -> str:
+    """The checkpoint of this name as it is: a folder or hub name.
+
 
     ``tiny`` is the packaged checkpoint. A path that looks local and does not exist is refused here, before any network
-    is asked. What is no whole plain checkpoint is converted once (:func:`asyncrlhf.data.converted.converted`); only
-    the conversion runs the checkpoint's own code, with ``trust_remote_code``.
+    is asked.
     """
     if path == "tiny":
         return str(resources.files("asyncrlhf") / "assets" / "tiny-arithmetic")
@@ -35,7 +56,30 @@ def resolve(path: str, trust_remote_code: bool = False) -> str:
         return str(smollm2())
     refuse_missing_model(path)
     local = Path(path).expanduser()
-    return converted(str(local) if local.is_dir() else path, trust_remote_code)
+    return str(local) if local.is_dir() else path
+
+
+def copy_note(config: ModelConfig) -> str | None:
+    """A sentence for the user if the run trains a part of the checkpoint; else None."""
+    used = resolve(config.path, config.trust_remote_code)
+    if used == _whole(config.path, config.trust_remote_code):
+        return None
+    return (
+        f"model.path={config.path} is a multi-modal checkpoint: only its language model is trained, sampled and saved, "
+        f"from the copy {used}."
+    )
+
+
+@lru_cache
+def _folder_if_multi_modal(name: str) -> str:
+    """The hub's checkpoint as a folder here if it is multi-modal, else its name."""
+    try:
+        found = cached_file(name, "config.json")
+        if found is None or not is_nested(Path(found)):
+            return name
+        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
+    except (OSError, ValueError):  # reported by what loads it
+        return name
 
 
 def load_tokenizer(config: ModelConfig) -> transformers.PreTrainedTokenizerBase:

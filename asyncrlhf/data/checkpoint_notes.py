@@ -6,7 +6,7 @@ from pathlib import Path
 
 import transformers
 
-from asyncrlhf.data.checkpoint_folder import load_shape, resolve
+from asyncrlhf.data.checkpoint_folder import copy_note, load_shape, resolve
 from asyncrlhf.data.converted import conversion
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.more_heads import more_heads
@@ -23,7 +23,7 @@ def checkpoint_notes(config: ModelConfig, tokenizer: transformers.PreTrainedToke
             f"model.path={config.path}: transformers does not load its heads of multi-token prediction ({len(heads)} "
             f"tensors, such as {heads[0]}): they do not train, and exported checkpoints lack them."
         )
-    return [*notes, *vocabulary_notes(config, tokenizer)]
+    return [*filter(None, [copy_note(config)]), *notes, *vocabulary_notes(config, tokenizer)]
 
 
 def _conversion(config: ModelConfig, folder: Path) -> list[str]:

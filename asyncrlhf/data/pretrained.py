@@ -60,7 +60,7 @@ def check_model(config: ModelConfig) -> None:
         "checkpoint, or one that transformers' model.dequantize() and save_pretrained wrote.",
     )
     check(
-        own_code or type(shape) in transformers.AutoModelForCausalLM._model_mapping,
+        own_code or (type(shape) in transformers.AutoModelForCausalLM._model_mapping and not shape.is_encoder_decoder),
         f"model.path={config.path} has the model type {shape.model_type}, which does not generate text; allowed: a "
         "causal language model.",
     )

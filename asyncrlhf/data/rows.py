@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mimetypes
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ SUFFIXES = (".jsonl", ".parquet")
 OTHER_FILES = (".json", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip", ".zst", ".pkl")
 # Files of `save_to_disk` in the folder of a table, and in that of several splits.
 SAVED_TABLE, SAVED_SPLITS = "state.json", "dataset_dict.json"
+IMAGES = ("image", "images")  # columns
 _OBJECT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 # (where the row stands, for messages; the row)
 Row = tuple[str, dict[str, Any]]
@@ -131,6 +133,28 @@ def read_line(line: bytes) -> tuple[dict[str, Any] | None, str]:
         except UnicodeEncodeError:
             return None, "has half a surrogate pair (such as \\ud800), which is not a character"
     return row, ""
+
+
+def refuse_images(where: str, fields: Mapping[str, Any], prompt: Any) -> None:
+    """Raise ConfigError for a row with an image, which a language model would answer without seeing it: in a column
+    named so, or among the contents of the messages ``prompt``."""
+    found = next((name for name in IMAGES if _is_image(fields.get(name))), None)
+    for message in prompt if isinstance(prompt, list) else ():
+        content = message.get("content") if isinstance(message, Mapping) else None
+        parts = content if isinstance(content, list) else ()
+        if any(isinstance(part, Mapping) and str(part.get("type", "")).startswith("image") for part in parts):
+            found = "content"
+    if found:
+        raise ConfigError(f"{where} has an image under the key {found!r}; allowed: text, as no image is trained on.")
+
+
+def _is_image(value: Any) -> bool:
+    """Whether the value is one or several images; a text may also name the image of a container."""
+    if isinstance(value, str):
+        return value.startswith("data:image/") or (mimetypes.guess_type(value)[0] or "").startswith("image/")
+    if isinstance(value, list):
+        return any(_is_image(one) for one in value)
+    return value is not None
 
 
 # The library takes a second to import, and only these two kinds of path need it.

@@ -39,9 +39,16 @@ class WeightFiles:
 
         Raises ConfigError if the file cannot be read.
         """
+        return self._read(name, (slice(first, last), *columns))
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The whole tensor; otherwise like :meth:`rows`."""
+        return self._read(name, ...)
+
+    def _read(self, name: str, where: Any) -> torch.Tensor:
         try:
             with safe_open(self._files[name], "pt") as file:
-                part: torch.Tensor = file.get_slice(name)[(slice(first, last), *columns)]
+                part: torch.Tensor = file.get_slice(name)[where]
                 return part
         except (OSError, SafetensorError, LookupError) as error:
             raise ConfigError(f"model.path={self.folder}: {name} cannot be read: {error}.") from error

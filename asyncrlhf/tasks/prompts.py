@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from asyncrlhf.data.data_config import TaskConfig
-from asyncrlhf.data.rows import Row, has_splits, is_saved, looks_local, read_rows
+from asyncrlhf.data.rows import Row, has_splits, is_saved, looks_local, read_rows, refuse_images
 from asyncrlhf.data.sources import Mixture, PromptSource, PromptStream, shuffled
 from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.tasks.answers import extract_answer, unwrap
@@ -257,6 +257,7 @@ def _given(row: Row, key: str) -> Any:
     """The prompt of a row, a text or a list of messages; raises ConfigError for a row without one."""
     where, fields = row
     given = fields.get(key)
+    refuse_images(where, fields, given)
     if not _is_text(given) and not _is_conversation(given):
         problem = "has no key" if key not in fields else "has no text under the key"
         if isinstance(given, list):

@@ -71,7 +71,11 @@ def test_a_conversation_goes_through_the_template_and_stays_a_conversation(tmp_p
         ([*TALKS, *ROWS], {}, "are texts and conversations"),
         ([{"prompt": []}], {}, "line 1 has no list of messages"),
         ([{"prompt": [{"role": "user"}]}], {}, "line 1 has no list of messages"),
-        ([{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}], {}, "line 1 has no list of messages"),
+        (
+            [{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}],
+            {},
+            "line 1 has an image under the key 'content'",
+        ),
         (TALKS, {"chat": False}, "is a conversation, but the tokenizer .* has no chat template"),
         (TALKS, {"prompt_template": "1{prompt}"}, "prompt_template is for texts"),
         ([{"prompt": [{"role": "judge", "content": "1"}]}] * 2, {}, "line 1 is refused by the chat template"),
