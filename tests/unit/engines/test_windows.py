@@ -10,6 +10,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from asyncrlhf.data.checkpoint_folder import DEFAULT_CONTEXT, longest_text
 from asyncrlhf.engines import slot_attention, slots
 from asyncrlhf.engines.forward import SlotPasses
 from asyncrlhf.engines.hf import HFEngine
@@ -189,6 +190,14 @@ def test_a_kept_cache_is_that_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
+def test_rows_of_unequal_length_move_into_holes(name: str) -> None:
+    requests = make_requests(SamplingParams(3 * WINDOW), [5, 2, 3, 40])
+    for i in (0, 1):
+        requests[i] = GenerationRequest(i, i, requests[i].prompt, i, SamplingParams(2))
+    check(requests, run(HFEngine(make_model(name), slots=4), requests), [make_model(name)])
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
 def test_sleep_in_flight(name: str) -> None:
     requests = make_requests(SamplingParams(3 * WINDOW), [3, 25, 11], siblings=2)
     engine = HFEngine(make_model(name), slots=4)
@@ -244,6 +253,11 @@ def test_the_context_is_the_models_own_limit() -> None:
     assert isinstance(failure, GenerationFailure) and f"context of {CONTEXT}" in failure.error
     requests = make_requests(SamplingParams(CONTEXT - 20), [20])
     check(requests, run(engine, requests), [make_model("gemma3_text")])
+
+
+def test_the_context_of_configs_without_one_and_of_several_parts() -> None:
+    assert longest_text(transformers.BloomConfig()) == DEFAULT_CONTEXT
+    assert longest_text(transformers.Gemma3Config(text_config={"max_position_embeddings": 77})) == 77
 
 
 @pytest.mark.parametrize(
