@@ -139,20 +139,18 @@ def _sees_ahead(model: transformers.PreTrainedModel) -> str | None:
     return None
 
 
-def _learns(
-    model: transformers.PreTrainedModel, more: dict[str, Any], trained: dict[str, torch.Tensor] | None
-) -> str:
+def _learns(model: transformers.PreTrainedModel, more: dict[str, Any], trained: dict[str, torch.Tensor] | None) -> str:
     config = LearnerConfig(learning_rate=1e-3, **more)
     backend = TorchBackend(copy.deepcopy(model), BackendSpec(learner=config, algorithm=AlgorithmConfig(), steps=STEPS))
-    texts = texts_of(model)
+    texts, plain = texts_of(model), plain_copy(backend.model)
     for step in range(STEPS + 1):
-        plain = plain_copy(backend.model)
-        expected = [plain_logprobs(plain, text, prompt) for text, prompt in texts]
-        batch = pack([_sample(i, *text, expected[i], step) for i, text in enumerate(texts)])
-        facts = backend.policy(PackedInputs.of_batch(batch), 1.0)
-        found, wanted = facts.logprobs, torch.cat(expected)
+        plain.load_state_dict(backend.model.state_dict())
+        with torch.set_grad_enabled(step == 0):
+            expected = [plain_logprobs(plain, text, prompt) for text, prompt in texts]
+            batch = pack([_sample(i, *text, expected[i], step) for i, text in enumerate(texts)])
+            found, wanted = backend.policy(PackedInputs.of_batch(batch), 1.0).logprobs, torch.cat(expected)
         if not float((found - wanted).abs().max()) <= EXACT:
-            when = f" after {step} steps" if step else ""
+            when = f" after step {step}" if step else ""
             return f"Its log-probs{when} differ from those of a plain pass over each sequence."
         if step == 0 and not _same_gradients(backend.model, plain, found, wanted):
             return "Its gradients differ from those of a plain pass over each sequence."
@@ -163,9 +161,7 @@ def _learns(
     return ""
 
 
-def _same_gradients(
-    model: torch.nn.Module, plain: torch.nn.Module, found: torch.Tensor, wanted: torch.Tensor
-) -> bool:
+def _same_gradients(model: torch.nn.Module, plain: torch.nn.Module, found: torch.Tensor, wanted: torch.Tensor) -> bool:
     weights = torch.linspace(-1, 1, len(found))
     sides = []
     for network, logprobs in ((model, found), (plain, wanted)):
@@ -214,7 +210,7 @@ def _samples(model: transformers.PreTrainedModel, trained: dict[str, torch.Tenso
     for version, weights in enumerate([{}, trained] if trained else [{}]):
         if weights:
             engine.load_weights(version, weights, "recompute")
-            missing, unknown = plain.load_state_dict(weights, strict=False)
+            unknown = plain.load_state_dict(weights, strict=False).unexpected_keys
             if unknown:
                 return f"The learner's weights have names that the model does not know, such as {unknown[0]}."
         for answer in _answers(engine, texts_of(model)):
@@ -234,9 +230,7 @@ def _answers(engine: HFEngine, texts: Sequence[tuple[IntArray, int]]) -> Iterato
     """Answers that together pass some windows of the model, with siblings, and more requests than slots."""
     engine.submit(
         [
-            GenerationRequest(
-                i, i // 2, Prompt(str(i // 2), "", text[:prompt]), i, SamplingParams(len(text) - prompt)
-            )
+            GenerationRequest(i, i // 2, Prompt(str(i // 2), "", text[:prompt]), i, SamplingParams(len(text) - prompt))
             for i, (text, prompt) in enumerate(texts)
         ]
     )
@@ -262,7 +256,7 @@ def export_way(model: transformers.PreTrainedModel, folder: Path) -> Way:
         model.save_pretrained(folder)
         again = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype).eval()
         with torch.no_grad():
-            one, two = (plain_logprobs(plain_copy(each), texts_of(model)[0][0], 1) for each in (model, again))
+            one, two = (plain_logprobs(each, texts_of(model)[0][0], 1) for each in (model, again))
         return "" if float((one - two).abs().max()) <= 1e-5 else "Loaded again, it has other logits."
 
     return attempts([("yes", saved)])

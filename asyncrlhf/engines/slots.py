@@ -144,9 +144,7 @@ def choose_prefills(table: SlotTable) -> list[Prefill]:
     return sorted(shared.values(), key=lambda item: len(item[0]))
 
 
-def plan_step(
-    table: SlotTable, prefills: Sequence[Prefill], cache: KVCache, device: torch.device
-) -> ForwardPlan:
+def plan_step(table: SlotTable, prefills: Sequence[Prefill], cache: KVCache, device: torch.device) -> ForwardPlan:
     """One decode iteration of all active rows together with ``prefills``."""
     n = table.count
     rows = np.arange(n)
