@@ -1,0 +1,52 @@
+"""The findings of `asyncrlhf doctor` on the run's model: which way learner and engine will take, or why they cannot."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncrlhf.cli.doctor_parts import Finding, engines
+from asyncrlhf.errors import ConfigError
+
+if TYPE_CHECKING:  # these import torch, which may not import here
+    from asyncrlhf.cli.model_ways import Way
+    from asyncrlhf.config.run_config import RunConfig
+
+LEARNER, ENGINE = "learner and model", "hf engine and model"
+_SLOW = {
+    "one sequence at a time": "the learner passes one sequence at a time, which is slower than a packed batch",
+    "own caches": "the engine uses transformers' own caches, which is slower than a row per slot",
+    "no cache": "the engine keeps no cache, so that each token costs a pass over all before it",
+}
+
+
+def ways(config: RunConfig) -> list[Finding]:
+    """By a small random model of the checkpoint's config; no weights are read. Empty for the packaged model, which
+    the tests cover."""
+    if config.model.path == "tiny":
+        return []
+    import torch
+
+    from asyncrlhf.cli.model_ways import engine_way, learner_way
+    from asyncrlhf.data.checkpoint_folder import load_shape
+    from asyncrlhf.data.miniature import build_miniature
+
+    try:
+        model = build_miniature(load_shape(config.model))
+    except ConfigError as error:
+        return [Finding(LEARNER, config.model.path, "fails", str(error))]
+    trained: dict[str, torch.Tensor] = {}
+    found = [_finding(LEARNER, learner_way(model, trained), f"model.path={config.model.path} cannot be trained")]
+    if "hf" in engines(config):
+        cannot = f"generator.engine=hf cannot sample from model.path={config.model.path}"
+        found.append(_finding(ENGINE, engine_way(model, trained), cannot))
+    return found
+
+
+def _finding(what: str, way: Way, cannot: str) -> Finding:
+    why = way.why.rstrip(".")
+    if way.refused:
+        return Finding(what, way.name, "fails", f"{cannot}: {why[:1].lower()}{why[1:]}.")
+    if way.name in _SLOW:
+        because = f": {why[:1].lower()}{why[1:]}" if why else ""
+        return Finding(what, way.name, "note", f"{_SLOW[way.name]}{because}.")
+    return Finding(what, way.name)
