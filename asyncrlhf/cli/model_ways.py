@@ -264,4 +264,4 @@ def export_way(model: transformers.PreTrainedModel, folder: Path) -> Way:
 
 def without_figures(sentence: str) -> str:
     """A sentence whose figures depend on the machine, without them."""
-    return re.sub(r"\s*\([^()]*\d\.?\d*(e-?\d+)?[^()]*\)", "", sentence)
+    return re.sub(r"\s*\((\d+|[^()]*\d\.\d[^()]*)\)", "", sentence)
