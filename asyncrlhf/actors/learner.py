@@ -158,7 +158,7 @@ class LearnerWorker:
         with self._awake():
             self._copy()
             seconds, self._fence_seconds = time.monotonic() - started + self._fence_seconds, 0.0
-            return Offer(seconds, None if probe is None else self.backend.score(probe))
+            return Offer(seconds, None if probe is None else self.backend.score(probe), self.backend.note)
 
     def _copy(self) -> None:
         if self.sender is not None:

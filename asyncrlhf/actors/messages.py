@@ -216,10 +216,12 @@ def resolved(addresses: Iterable[Address], bundles: Sequence[Any]) -> list[Any]:
 @dataclass(frozen=True)
 class Offer:
     """A snapshot to be published: the seconds for which snapshots stopped the learner since the previous offer, and the
-    learner's log-probs of the audit's probe texts at that version (None when no audit is due)."""
+    learner's log-probs of the audit's probe texts at that version (None when no audit is due). ``note``: a sentence for
+    the user on how the learner works; empty if there is none."""
 
     seconds: float
     probe_logprobs: list[FloatArray] | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True)

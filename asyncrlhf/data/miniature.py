@@ -13,7 +13,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
-from asyncrlhf.data.shrinking import FILLINGS, VOCABULARY, WINDOW, Shrinking
+from asyncrlhf.data.shrinking import FILLINGS, WINDOW, Shrinking
 from asyncrlhf.errors import ConfigError
 
 MOST_PARAMETERS = 2**22  # of one parameter
@@ -56,6 +56,15 @@ def build_miniature(
             failed = failed or error
     assert failed is not None
     raise _refusal(shape, failed) from failed
+
+
+def miniature_of(model: transformers.PreTrainedModel) -> list[transformers.PreTrainedModel]:
+    """The small model in float64 of the same family as ``model``; none if none can be built, as of a checkpoint's own
+    code that no config describes."""
+    try:
+        return [build_miniature(model.config, dtype=torch.float64)]
+    except ConfigError:
+        return []
 
 
 def _built(
@@ -127,7 +136,8 @@ def _refusal(shape: transformers.PretrainedConfig, error: BaseException) -> Conf
 def _spread(model: transformers.PreTrainedModel) -> None:
     """Scale the output layer so that logits vary by some units; runs the model once."""
     head = model.get_output_embeddings()
-    ids = torch.arange(3, 3 + 2 * WINDOW, device=model.device)[None] % VOCABULARY
+    embeddings: Any = model.get_input_embeddings()
+    ids = torch.arange(3, 3 + 2 * WINDOW, device=model.device)[None] % embeddings.num_embeddings
     spread = float(model(input_ids=ids, use_cache=False).logits.float().std())
     if not math.isfinite(spread):
         raise ValueError("its logits are not finite")

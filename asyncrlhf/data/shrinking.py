@@ -14,6 +14,7 @@ HEAD_SIZE = HIDDEN // HEADS
 VOCABULARY = 96
 CONTEXT = 512
 WINDOW = 8  # tokens of sliding windows, chunks and sparse selections
+SOFT_CAP = 2.0  # a cap of 50 would hardly change the small scores of a small model
 EXPERTS = 4
 RANK = 16  # of low-rank projections, and the most elements of a state
 WIDTH_STEP = 8  # rows of matrices lie at multiples of 16 bytes, as some kernels want
@@ -101,6 +102,8 @@ class Shrinking:
                 sizes[name] = [self._new(name, entry) for entry in value]
             elif type(value) is int:
                 sizes[name] = self._new(name, value)
+            elif type(value) is float and "softcap" in name:
+                sizes[name] = min(value, SOFT_CAP)
 
     def _new(self, name: str, value: int) -> int:
         if value <= 0:

@@ -49,6 +49,7 @@ class Engine(ABC):
     step. Tokens are tagged with the version that the engine holds when they are sampled.
     """
 
+    note = ""  # for the user, such as why it is slow
     decode: Decode | None = None  # tokens to text, special ones included; for requests with ``stop`` texts
 
     def __init__(self, slots: int, version: int, context: int, vocabulary: int) -> None:

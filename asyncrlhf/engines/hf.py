@@ -10,12 +10,13 @@ import numpy as np
 import torch
 import transformers
 
+from asyncrlhf.data.checkpoint_folder import context_of
 from asyncrlhf.data.offload import Offload, free_cache
 from asyncrlhf.engines.engine import CacheMode, Engine, StepOutput, load_named_weights, named_weights
-from asyncrlhf.engines.forward import Passes, SlotPasses
 from asyncrlhf.engines.route_table import RouteTable
 from asyncrlhf.engines.sampling import penalise_repetition, sample_tokens, uniforms
 from asyncrlhf.engines.slots import SlotTable, choose_prefills
+from asyncrlhf.engines.wall import find_passes
 from asyncrlhf.types import FloatArray, GenerationRequest, IntArray, Rollout
 
 
@@ -44,8 +45,8 @@ class HFEngine(Engine):
         self._model = model
         self._device = model.device
         self._offload = Offload(model.device) if offloads or model.device.type == "cuda" else None
-        self._passes: Passes = SlotPasses(model, slots)
-        super().__init__(slots, version, _context_length(model), int(embedding.num_embeddings))
+        self._passes, self.note = find_passes(model, slots, routes)
+        super().__init__(slots, version, context_of(model.config), int(embedding.num_embeddings))
         self._table = SlotTable(slots, RouteTable(model, slots) if routes else None)
         self._holes: list[int] = []  # rows below the table's count that hold no request
         self._row_prompt = [b""] * slots  # by row: the prompt whose keys and values it begins with, or will
@@ -232,14 +233,3 @@ class HFEngine(Engine):
         super().close()
         self._forget_keys()
         self._passes.release()
-
-
-def _context_length(model: transformers.PreTrainedModel) -> int:
-    """Tokens that one sequence may hold; a sliding window limits it, since rows attend to their whole past."""
-    config: Any = model.config
-    context = int(config.max_position_embeddings)
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if window is None or (kinds is not None and "sliding_attention" not in kinds):
-        return context
-    return min(context, int(window))

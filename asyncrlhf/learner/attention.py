@@ -15,12 +15,19 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from torch.distributed.tensor import DTensor
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner.varlen import flash_calls, masked_calls, varlen_kernel, varlen_takes
+from asyncrlhf.learner.tiles import tiled_attention
+from asyncrlhf.learner.varlen import flash_calls, masked_calls
+from asyncrlhf.learner.varlen_kernel import varlen_kernel, varlen_takes
 from asyncrlhf.types import IntArray
 
 IMPLEMENTATION = "asyncrlhf_packed"
+OPTIONS = ("sliding_window", "softcap", "s_aux")
+# Arguments that do not change what a causal layer computes from query, key and value.
+WITHOUT_EFFECT = frozenset(("dropout", "position_ids", "use_cache", "cache_position", "return_dict", "logits_to_keep"))
+MORE_RESULTS = "output_"  # how the names of those begin that ask for more results
 
 
 @dataclass(frozen=True)
@@ -41,8 +48,10 @@ class Layout(ABC):
         *,
         scaling: float | None = None,
         sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """As :func:`packed_attention`, with its ``scaling`` and, where there is one, ``sliding_window``."""
+        """As :func:`packed_attention`, with its ``scaling`` and those of the other options that are not None."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +114,14 @@ class PackedLayout(Layout):
         *,
         scaling: float | None = None,
         sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """Attend with the kernel that fits the device, the dtype and the window."""
+        """Attend with the kernel that fits the device, the dtype and the options."""
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         window = None if sliding_window is None or sliding_window >= self.most[1] else sliding_window
+        if softcap is not None or s_aux is not None:
+            return tiled_attention(query, key, value, self.spans, scale, window, softcap, s_aux), None
         if query.device.type == "cpu" and window is None and query.shape[-1] == value.shape[-1]:
             return flash_calls(query, key, value, self.spans, scale), None
         if self.key_rows is not None:
@@ -126,23 +139,48 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
     packed_layout: Layout | None = None,
-    **kwargs: Any,
+    **given: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each packed sequence.
 
-    ``query`` [1, heads, T, D], ``key`` and ``value`` [1, kv_heads, T, D]; returns ([1, T, heads, D], None). Dropout is
-    ignored: a policy gradient needs the log-probs of the policy that is published.
+    ``query`` [1, heads, T, D], ``key`` and ``value`` [1, kv_heads, T, D]; returns ([1, T, heads, D], None). ``given``
+    may hold ``sliding_window``, the keys that a query sees, itself included; ``softcap``: a score s becomes softcap *
+    tanh(s / softcap); ``s_aux`` [heads]: the logit of a key without a value. Dropout is ignored: a policy gradient
+    needs the log-probs of the policy that is published.
+
+    Raises ConfigError for a model that asks for anything else: its log-probs would differ from transformers' own.
     """
     if packed_layout is None:
-        raise ValueError(f"a model with {IMPLEMENTATION} attention was called without packed_layout")
-    if softcap is not None or s_aux is not None:
-        raise ConfigError("model.path: attention with soft capping or attention sinks cannot be trained packed.")
-    window = {} if sliding_window is None else {"sliding_window": sliding_window}
-    return packed_layout.attend(module, query, key, value, scaling=scaling, **window)
+        raise ConfigError(
+            f"model.path: the attention layers of the model ({type(module).__name__}) do not get the keyword arguments "
+            "of its forward, so it cannot be trained packed; allowed: families that pass them on."
+        )
+    unknown = _unknown(module, given | {"attention_mask": attention_mask})
+    if unknown:
+        raise ConfigError(
+            f"model.path: {type(module).__name__} passes {', '.join(unknown)} to its attention, which packed attention "
+            f"cannot compute; allowed: causal attention with or without {', '.join(OPTIONS)}."
+        )
+    options = {name: given[name] for name in OPTIONS if given.get(name) is not None}
+    sinks = options.get("s_aux")
+    if isinstance(sinks, DTensor):  # dealt out over the ranks like the heads
+        options["s_aux"] = sinks = sinks.to_local()
+    if sinks is not None and sinks.shape != (query.shape[1],):
+        raise ConfigError(
+            f"model.path: {type(module).__name__} has {query.shape[1]} attention heads and attention sinks of shape "
+            f"{tuple(sinks.shape)} on this rank; allowed: one sink for each head."
+        )
+    return packed_layout.attend(module, query, key, value, scaling=scaling, **options)
+
+
+def _unknown(module: torch.nn.Module, given: dict[str, Any]) -> list[str]:
+    """The arguments, as a sentence names them, that ask for something else than the attention of a decoder."""
+    causal = given.pop("is_causal", None)
+    if causal is None:  # what a call asks for counts more than what the layer is
+        causal = getattr(module, "is_causal", True)
+    names = [name for name, value in given.items() if value is not None and name not in (*OPTIONS, *WITHOUT_EFFECT)]
+    return ([] if causal else ["is_causal=False"]) + sorted(n for n in names if not n.startswith(MORE_RESULTS))
 
 
 def use_packed_attention(model: transformers.PreTrainedModel) -> None:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,11 +16,14 @@ import transformers
 from torch import nn
 
 from asyncrlhf.data.packing import microbatch_indices, pack
+from asyncrlhf.data.plain_pass import set_attention
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.learner.attention import use_packed_attention
-from asyncrlhf.learner.forward import PackedInputs, PackedPolicy, packed_hidden, use_float32_head
+from asyncrlhf.learner.forward import PackedInputs, PackedPolicy
 from asyncrlhf.learner.learner_config import LearnerConfig
+from asyncrlhf.learner.model_pass import last_hidden, trunk_of
+from asyncrlhf.learner.output_layer import use_float32_head
 from asyncrlhf.learner.passes import AUTOCAST
+from asyncrlhf.learner.wall import choose_policy
 from asyncrlhf.types import FloatArray, Rollout, TrainSample
 
 if TYPE_CHECKING:
@@ -37,7 +40,7 @@ class ValueModel(nn.Module):
 
     def __init__(self, policy: transformers.PreTrainedModel, keep_policy: bool = True) -> None:
         super().__init__()
-        self.trunk = copy.deepcopy(policy.base_model) if keep_policy else policy.base_model
+        self.trunk = copy.deepcopy(trunk_of(policy)) if keep_policy else trunk_of(policy)
         weight = policy.get_output_embeddings().weight
         self.head = nn.Linear(weight.shape[1], 1, device=weight.device, dtype=weight.dtype)
         nn.init.zeros_(self.head.weight)
@@ -51,37 +54,40 @@ class ValueModel(nn.Module):
         return self.sequence.together(self._alone(local), own, len(inputs.rows))
 
     def _alone(self, inputs: PackedInputs) -> torch.Tensor:
-        hidden = packed_hidden(self.trunk, inputs).index_select(0, inputs.rows)
+        hidden = last_hidden(self.trunk, inputs).index_select(0, inputs.rows)
         # Not a view: FSDP2 puts a hook on a module's outputs, which a change in place would remove.
         return self.head(hidden).float().sum(-1)
 
 
-def frozen_copy(model: transformers.PreTrainedModel, device: torch.device) -> PackedPolicy:
-    """A copy of the policy that follows it by :func:`follow`.
+def frozen_copy(policy: PackedPolicy, device: torch.device) -> PackedPolicy:
+    """A copy of ``policy`` that follows it by :func:`follow`.
 
     Like the policy it is the same on every rank; it costs its memory and one forward pass per step (IMPACT, 1912.00167,
     replaces its target network from time to time instead).
     """
-    return PackedPolicy(nn.Module.to(copy.deepcopy(model).eval().requires_grad_(False), device))  # type: ignore[arg-type]
+    model: Any = nn.Module.to(copy.deepcopy(policy.model).eval().requires_grad_(False), device)
+    return PackedPolicy(model, packing=policy.packing)
 
 
 def frozen_reference(
     reference: transformers.PreTrainedModel,
     config: LearnerConfig,
     device: torch.device,
-    sequence: SequenceParallel | None,
+    policy: PackedPolicy,
 ) -> PackedPolicy:
-    """The reference as a policy, on ``device`` unless the updater moves it; in the policy's ring ``sequence``, if there
-    is one."""
+    """The reference as a policy that passes sequences like ``policy``, on ``device`` unless the updater moves it; in
+    the policy's ring, if there is one."""
     frozen = reference.eval().requires_grad_(False)
     if config.float32_head:
         use_float32_head(frozen)
     if not config.sharded:
         nn.Module.to(frozen, device)
-    policy = PackedPolicy(frozen)
+    if not policy.packing:
+        set_attention(frozen, policy.model.config._attn_implementation)
+    reference_policy = PackedPolicy(frozen, packing=policy.packing)
     if config.context_parallel_size > 1:
-        policy.sequence = sequence
-    return policy
+        reference_policy.sequence = policy.sequence
+    return reference_policy
 
 
 @torch.no_grad()
@@ -174,7 +180,7 @@ class ReferencePolicy(RolloutPasses):
         self, model: transformers.PreTrainedModel, *, temperature: float, precision: str, token_budget: int
     ) -> None:
         super().__init__(model.device, precision, token_budget)
-        self._policy = PackedPolicy(model.eval().requires_grad_(False))
+        self._policy, _ = choose_policy(model.eval().requires_grad_(False))
         self._temperature = temperature or 1.0
 
     def _flat(self, inputs: PackedInputs) -> torch.Tensor:
@@ -193,7 +199,7 @@ class ServedCritic(RolloutPasses):
 
     def __init__(self, policy: transformers.PreTrainedModel, *, precision: str, token_budget: int) -> None:
         super().__init__(policy.device, precision, token_budget)
-        use_packed_attention(policy)
+        choose_policy(policy)
         self._critic = ValueModel(policy, keep_policy=False).eval()
         self._trained = {name: p.detach() for name, p in self._critic.named_parameters() if p.requires_grad}
         self._critic.requires_grad_(False)

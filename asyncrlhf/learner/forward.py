@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from asyncrlhf.algorithms.logprobs import KeptSets, collision_probability, kept_mass, token_logprobs
-from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.attention import Layout, PackedLayout, use_packed_attention
+from asyncrlhf.learner.model_pass import last_hidden, predicting_logits, silence_dropout, trunk_of
 from asyncrlhf.types import IdArray, IntArray, TrainBatch
 
 if TYPE_CHECKING:
@@ -146,6 +145,9 @@ class PackedPolicy(nn.Module):
     distribution; where sampling was truncated, both are renormalised on the set that the sampler kept. Dropout is
     switched off for the same reason.
 
+    ``packing`` False passes one sequence after the other by the model's own forward: slower, and right for every
+    family (``packing.choose_policy`` chooses).
+
     Logits beyond ``MAX_LOGITS`` are computed in chunks inside one call of the output layer, so that ranks that gather
     its weight in each call make the same number of calls. ``chunked`` False: a model that changes its output layer's
     logits computes all of them at once, because its own forward would be called for each chunk.
@@ -155,23 +157,24 @@ class PackedPolicy(nn.Module):
         self,
         model: transformers.PreTrainedModel,
         *,
-        compile: bool = False,
+        packing: bool = True,
         collision: bool = False,
         chunked: bool = True,
     ) -> None:
         super().__init__()
-        use_packed_attention(model)
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-        self.model = model
-        # A function, not a submodule: the trunk's parameters must not be registered a second time.
-        self._hidden = torch.compile(self._trunk, dynamic=True) if compile else self._trunk
-        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        if packing:
+            use_packed_attention(model)
+        silence_dropout(model)
+        self.model, self.packing = model, packing
+        self._hidden = self._trunk
         self._plain_head = self._head_is_plain()
         self.collision = collision
         self.sequence: SequenceParallel | None = None  # with it, each rank passes a part of the same inputs
         self._chunks = chunked
+
+    def compile_trunk(self) -> None:
+        # A function, not a submodule: the trunk's parameters must not be registered a second time.
+        self._hidden = torch.compile(self._trunk, dynamic=True)
 
     def forward(self, inputs: PackedInputs, temperature: float) -> TokenFacts:
         if self.sequence is None:
@@ -190,7 +193,7 @@ class PackedPolicy(nn.Module):
         """``forward`` on this rank only."""
         small = len(inputs.rows) * self._vocabulary <= MAX_LOGITS
         if not self._plain_head and (small or not self._chunks):
-            return self._facts(self._full_logits(inputs), inputs.targets, temperature, inputs.kept)
+            return self._facts(predicting_logits(self.model, inputs), inputs.targets, temperature, inputs.kept)
         hidden = self._hidden(inputs).index_select(0, inputs.rows)
         return self.of_hidden(hidden, inputs.targets, temperature, inputs.kept)
 
@@ -255,7 +258,7 @@ class PackedPolicy(nn.Module):
         """As :meth:`_head`, by the model's own forward with a trunk that only returns these states."""
         from transformers.modeling_outputs import BaseModelOutputWithPast
 
-        trunk: Any = self.model.base_model
+        trunk = trunk_of(self.model)
         states: Any = hidden[None]
         with _replaced(trunk, lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=states)):
             placeholder = torch.zeros((1, len(hidden)), dtype=torch.long, device=hidden.device)
@@ -263,13 +266,7 @@ class PackedPolicy(nn.Module):
         return own
 
     def _trunk(self, inputs: PackedInputs) -> torch.Tensor:
-        return packed_hidden(self.model.base_model, inputs)
-
-    def _full_logits(self, inputs: PackedInputs) -> torch.Tensor:
-        """[M, V] by the model's own forward, which may scale or cap its logits."""
-        arguments: dict[str, Any] = {"logits_to_keep": inputs.rows} if self._keeps_rows else {}
-        logits = _call(self.model, inputs, **arguments).logits[0]
-        return logits if self._keeps_rows else logits.index_select(0, inputs.rows)
+        return last_hidden(trunk_of(self.model), inputs)
 
     @torch.no_grad()
     def _head_is_plain(self) -> bool:
@@ -284,8 +281,12 @@ class PackedPolicy(nn.Module):
         inputs = PackedInputs.build(
             np.arange(4, dtype=np.int64), np.array([0, 4]), np.array([False, True, True, True]), head.weight.device
         )
-        logits = head(packed_hidden(self.model.base_model, inputs).index_select(0, inputs.rows))
-        return torch.allclose(logits, self._full_logits(inputs), rtol=1e-3, atol=1e-4)
+        hidden = self._trunk(inputs).index_select(0, inputs.rows)
+        # Another width or type: the model changes its hidden states before the output layer.
+        fits = (hidden.shape[1], hidden.dtype) == (head.weight.shape[1], head.weight.dtype)
+        return fits and torch.allclose(
+            head(hidden).float(), predicting_logits(self.model, inputs).float(), rtol=1e-3, atol=1e-4
+        )
 
 
 class _Operations(TorchDispatchMode):
@@ -312,37 +313,3 @@ def _replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
             del module.forward
         else:
             module.forward = before
-
-
-def packed_hidden(backbone: Any, inputs: PackedInputs) -> torch.Tensor:
-    """The last hidden states [K, hidden] of ``inputs``."""
-    return _call(backbone, inputs).last_hidden_state[0]
-
-
-def _call(model: Any, inputs: PackedInputs, **more: Any) -> Any:
-    places, layout = inputs.layout.position_ids, inputs.layout
-    return model(input_ids=inputs.token_ids, position_ids=places, packed_layout=layout, use_cache=False, **more)
-
-
-class Float32Linear(nn.Linear):
-    """A linear layer whose product, sum and result are float32, under autocast and with lower weights as well."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(input.device.type, enabled=False):
-            bias = None if self.bias is None else self.bias.float()
-            return nn.functional.linear(input.float(), self.weight.float(), bias)
-
-
-def use_float32_head(model: transformers.PreTrainedModel) -> None:
-    """Let the output layer of ``model`` work in float32, in place; copies of the model made later do, too.
-
-    Logits of bfloat16 keep 8 bits: at 20 they are rounded by up to 0.06, and so are log-probs. Raises ConfigError for a
-    model whose output layer is not a plain linear layer.
-    """
-    head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or type(head) not in (nn.Linear, Float32Linear):
-        raise ConfigError(
-            f"learner.float32_head=true: the output layer of a {type(model).__name__} is a {type(head).__name__}; "
-            "allowed: a plain linear layer without an adapter, or float32_head=false."
-        )
-    head.__class__ = Float32Linear

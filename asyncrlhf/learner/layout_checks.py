@@ -21,6 +21,24 @@ def check_layout(config: LearnerConfig) -> None:
     """Raise ConfigError for sizes that do not fit the ranks or each other."""
     _check_pipeline(config)
     _check_mesh(config)
+    if config.packing is False:
+        check_whole_sequences(config, "learner.packing=false")
+
+
+def check_whole_sequences(config: LearnerConfig, why: str) -> None:
+    """Raise ConfigError for settings that need packed sequences. ``why`` the run has none, as a part of a sentence."""
+    for key in PARALLEL:
+        size = getattr(config, key)
+        check(
+            size == 1,
+            f"learner.{key}={size} needs packed sequences, but they pass this model one at a time ({why}); "
+            f"allowed: {key}=1, or learner.sharding=fsdp2 or learner.zero_stage=3 for a model of this size.",
+        )
+    check(
+        not config.routing_replay,
+        f"learner.routing_replay needs packed sequences, but they pass this model one at a time ({why}); "
+        "allowed: false.",
+    )
 
 
 def _check_pipeline(config: LearnerConfig) -> None:

@@ -141,6 +141,11 @@ class LearnerConfig:
     lr_schedule: str = setting("constant", "How the learning rate falls over the run's steps.", choices=SCHEDULES)
     warmup_steps: int = setting(0, "Learner steps over which the learning rate rises from 0.", low=0)
     token_budget: int = setting(4096, "Packed tokens of one forward pass; more need more memory.", low=1)
+    packing: bool | None = setting(
+        None,
+        "Sequences pass the model packed, or one at a time by the model's own forward, slower; null: packed if that "
+        "equals each sequence alone, compared at the start.",
+    )
     mixed_precision: str = setting(
         "none",
         "Format of the passes, by autocast over float32 master weights; auto is bfloat16 on GPUs and on CPUs that have "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from asyncrlhf.data.packing import microbatch_indices
 from asyncrlhf.learner.forward import PackedInputs, TokenFacts
 from asyncrlhf.learner.plan import Microbatch, ResponseTokens, StepPlan, cut_answers
 from asyncrlhf.types import FloatArray
@@ -82,14 +83,30 @@ class ForwardPasses:
         return result
 
     @torch.no_grad()
-    def score(self, policy: Any, text: np.ndarray) -> FloatArray:
-        """Log-probs [len-1] of each token given those before it, at temperature 1."""
-        tokens = np.asarray(text, dtype=np.int64)
-        if len(tokens) < 2:
-            return np.zeros(0, dtype=np.float32)
-        inputs = PackedInputs.build(tokens, np.array([0, len(tokens)]), np.arange(len(tokens)) > 0, self._device)
+    def score(self, policy: Any, texts: Sequence[np.ndarray], token_budget: int) -> list[FloatArray]:
+        """Log-probs [len-1] of each token of each text given those before it, at temperature 1."""
+        found = [np.zeros(0, dtype=np.float32) for _ in texts]
+        long = [place for place, text in enumerate(texts) if len(text) > 1]
+        for run in microbatch_indices(np.array([len(texts[place]) for place in long], np.int64), token_budget):
+            for place, own in zip(run, self._scored(policy, [texts[long[i]] for i in run]), strict=True):
+                found[long[place]] = own
+        return found
+
+    def _scored(self, policy: Any, texts: Sequence[np.ndarray]) -> list[FloatArray]:
+        tokens = np.concatenate([np.asarray(text, dtype=np.int64) for text in texts])
+        ends = np.cumsum([len(text) for text in texts])
+        starts = np.concatenate([[0], ends[:-1]])
+        predicted = np.ones(len(tokens), dtype=np.bool_)
+        predicted[starts] = False
+        inputs = PackedInputs.build(tokens, np.concatenate([[0], ends]), predicted, self._device)
         with self._autocast():
-            return policy(inputs, 1.0).logprobs.float().cpu().numpy()
+            found = policy(inputs, 1.0).logprobs.float().cpu().numpy()
+        return np.split(found, (ends - np.arange(1, len(ends) + 1))[:-1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The format of the passes."""
+        return self._dtype or torch.float32
 
     def _autocast(self) -> AbstractContextManager:
         return contextlib.nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype)

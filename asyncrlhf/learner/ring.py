@@ -23,8 +23,8 @@ from asyncrlhf.learner.varlen import (
     flash_op,
     flash_op_backward,
     kernel_type,
-    varlen_takes,
 )
+from asyncrlhf.learner.varlen_kernel import grouped_heads, varlen_takes
 
 Rows = slice | torch.Tensor  # of a packed tensor
 
@@ -59,8 +59,8 @@ def _pass_on(tensor: torch.Tensor, tokens: int, peers: Peers) -> _Arriving:
 class _Kernel(ABC):
     """Attention of one block: the queries of a rank and the keys of another. Tensors are [heads, T, D]."""
 
-    def __init__(self, plan: RingPlan, scale: float, window: int | None) -> None:
-        self.plan, self.scale, self.window = plan, scale, window
+    def __init__(self, plan: RingPlan, scale: float, window: int | None = None, softcap: float | None = None) -> None:
+        self.plan, self.scale, self.window, self.softcap = plan, scale, window, softcap
 
     def type(self, value: torch.Tensor) -> torch.dtype:
         """The dtype of queries, keys and values."""
@@ -155,6 +155,7 @@ class _Varlen(_Kernel):
         queries, keys, values = (
             x.transpose(0, 1).index_select(0, rows) for x, rows in ((q, mine), (k, theirs), (v, theirs))
         )
+        keys, values, more = grouped_heads(queries, keys, values)
         found: Any = varlen.varlen_attn(
             queries,
             keys,
@@ -163,7 +164,7 @@ class _Varlen(_Kernel):
             return_aux=varlen.AuxRequest(lse=True),
             scale=self.scale,
             window_size=(-1, 0) if part.causal else (-1, -1),
-            enable_gqa=len(q) != len(k),
+            **more,
         )
         yield mine, found[0].transpose(0, 1), found[1]
 
@@ -175,9 +176,16 @@ class _Varlen(_Kernel):
         for part in self.plan.blocks[source]:
             mine, theirs = part.rows(q.device)
             chosen = ((dout, mine), (q, mine), (k, theirs), (v, theirs), (out, mine))
-            given = (x.transpose(0, 1).index_select(0, rows).to(v.dtype) for x, rows in chosen)
+            grad, queries, keys, values, result = (
+                x.transpose(0, 1).index_select(0, rows).to(v.dtype) for x, rows in chosen
+            )
+            keys, values, _ = grouped_heads(queries, keys, values)
             found = torch.ops.torch_attn._varlen_attn_backward(
-                *given,
+                grad,
+                queries,
+                keys,
+                values,
+                result,
                 lse.index_select(1, mine).float(),
                 *self._bounds(part, q.device),
                 part.causal,
@@ -186,35 +194,40 @@ class _Varlen(_Kernel):
                 [-1, 0] if part.causal else [-1, -1],
             )
             for target, rows, gradient in zip((dq, dk, dv), (mine, theirs, theirs), found, strict=True):
-                target.index_add_(1, rows, gradient.transpose(0, 1).to(target.dtype))
+                shared = gradient.transpose(0, 1).to(target.dtype).unflatten(0, (len(target), -1)).sum(1)
+                target.index_add_(1, rows, shared)
         return dk, dv
 
 
 class _Written(_Kernel):
-    """An explicit softmax, one rectangle at a time: for sliding windows, heads whose values have another size, and
-    on GPUs what torch's varlen kernel does not take."""
+    """An explicit softmax, one rectangle at a time: for sliding windows, soft caps, heads whose values have another
+    size, and on GPUs what torch's varlen kernel does not take."""
 
     def type(self, value: torch.Tensor) -> torch.dtype:
         return torch.promote_types(value.dtype, torch.float32)
 
     def _scores(
         self, source: int, q: torch.Tensor, k: torch.Tensor, mine: slice, theirs: slice
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scores, keys), the keys repeated for each query head."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(scores, keys, slope of the cap), the keys repeated for each query head."""
         keys = k[:, theirs].repeat_interleave(len(q) // len(k), 0)
         scores = (q[:, mine] @ keys.transpose(1, 2)) * self.scale
+        slope = None
+        if self.softcap is not None:
+            bent = torch.tanh(scores / self.softcap)
+            scores, slope = bent * self.softcap, 1 - bent.square()
         positions = self.plan.positions
         distance = positions[self.plan.rank][mine, None] - positions[source][None, theirs]
         hidden = distance < 0
         if self.window is not None:
             hidden |= distance >= self.window
-        return scores.masked_fill(hidden.to(q.device), -torch.inf), keys
+        return scores.masked_fill(hidden.to(q.device), -torch.inf), keys, slope
 
     def partial(
         self, source: int, part: Rectangles, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> Iterator[tuple[Rows, torch.Tensor, torch.Tensor]]:
         for mine, theirs in part.slices():
-            scores, _ = self._scores(source, q, k, mine, theirs)
+            scores, _, _ = self._scores(source, q, k, mine, theirs)
             sums = scores.logsumexp(-1)
             weights = (scores - sums.masked_fill(sums.isinf(), 0.0)[..., None]).exp()
             yield mine, weights @ v[:, theirs].repeat_interleave(len(q) // len(v), 0), sums
@@ -227,25 +240,28 @@ class _Written(_Kernel):
         group = len(q) // len(k)
         for part in self.plan.blocks[source]:
             for mine, theirs in part.slices():
-                scores, keys = self._scores(source, q, k, mine, theirs)
+                scores, keys, slope = self._scores(source, q, k, mine, theirs)
                 weights = (scores - lse[:, mine, None]).exp()
                 values = v[:, theirs].repeat_interleave(group, 0)
                 inner = dout[:, mine] @ values.transpose(1, 2) - (dout[:, mine] * out[:, mine]).sum(-1, keepdim=True)
                 slopes = weights * inner * self.scale
+                slopes = slopes if slope is None else slopes * slope
                 dq[:, mine] += slopes @ keys
                 dk[:, theirs] += (slopes.transpose(1, 2) @ q[:, mine]).unflatten(0, (len(k), group)).sum(1)
                 dv[:, theirs] += (weights.transpose(1, 2) @ dout[:, mine]).unflatten(0, (len(v), group)).sum(1)
         return dk, dv
 
 
-def _kernel(plan: RingPlan, query: torch.Tensor, value: torch.Tensor, scale: float, window: int | None) -> _Kernel:
+def _kernel(
+    plan: RingPlan, query: torch.Tensor, value: torch.Tensor, scale: float, window: int | None, softcap: float | None
+) -> _Kernel:
     window = None if window is None or window > plan.longest else window
-    alike = window is None and query.shape[-1] == value.shape[-1]
+    alike = window is None and softcap is None and query.shape[-1] == value.shape[-1]
     if alike and query.device.type == "cpu":
-        return _FlashCalls(plan, scale, None)
+        return _FlashCalls(plan, scale)
     if alike and varlen_takes(query, value):
-        return _Varlen(plan, scale, None)
-    return _Written(plan, scale, window)
+        return _Varlen(plan, scale)
+    return _Written(plan, scale, window, softcap)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -253,7 +269,13 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kernel: _Kernel, peers: Peers
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        kernel: _Kernel,
+        peers: Peers,
     ) -> torch.Tensor:
         """[1, heads, T, D] as :meth:`Layout.attend` has them -> [1, T, heads, D]."""
         kind, here, sizes = kernel.type(value), peers.rank, kernel.plan.sizes
@@ -267,14 +289,17 @@ class _RingAttention(torch.autograd.Function):
                 arriving = _pass_on(came, sizes[here - hop - 1], peers)
             keys, values = came.split(split, -1)
             kernel.add((here - hop) % peers.ranks, q, keys, values, out, lse)
+        if sinks is not None:  # one more key, whose value is zero
+            both = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+            out, lse = out * (lse - both).exp()[..., None], both
         result = out.to(value.dtype)
         ctx.kernel, ctx.peers, ctx.split, ctx.types = kernel, peers, split, [x.dtype for x in (query, key, value)]
-        ctx.save_for_backward(q, kv, result, lse)
-        return result.transpose(0, 1)[None]
+        ctx.save_for_backward(q, kv, result, lse, sinks)
+        return result.transpose(0, 1)[None].contiguous()  # some models take a view of it
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, kv, out, lse = ctx.saved_tensors
+        q, kv, out, lse, sinks = ctx.saved_tensors
         kernel, peers, split, here, sizes = ctx.kernel, ctx.peers, ctx.split, ctx.peers.rank, ctx.kernel.plan.sizes
         saved = (grads[0][0].transpose(0, 1).to(kv.dtype), q, out.to(kv.dtype), lse)
         dq = torch.zeros_like(q, dtype=lse.dtype)
@@ -288,7 +313,11 @@ class _RingAttention(torch.autograd.Function):
             home = _pass_on(found, sizes[(here - hop - 1) % peers.ranks], peers)
         assert home is not None
         wanted = (dq, *home.get().split(split, -1))
-        return (*(x[None].to(kind) for x, kind in zip(wanted, ctx.types, strict=True)), None, None)
+        for_sinks = None
+        if sinks is not None:
+            weights = (sinks.to(lse.dtype)[:, None] - lse).exp()
+            for_sinks = -(weights * (saved[0] * saved[2]).sum(-1)).sum(1).to(sinks.dtype)
+        return (*(x[None].to(kind) for x, kind in zip(wanted, ctx.types, strict=True)), for_sinks, None, None)
 
 
 @torch._disable_dynamo  # torch.compiler.disable would import the compiler here, a second of each process
@@ -300,10 +329,15 @@ def ring_attention(
     peers: Peers,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention inside each sequence of a batch of which this rank has the tokens ``plan.rows``.
 
-    query [1, heads, T, D], key and value [1, kv_heads, T, D] -> [1, T, heads, D]; ``window``: keys that a query sees,
-    itself included. All ranks of ``peers`` call it together, and its backward pass, too.
+    query [1, heads, T, D], key and value [1, kv_heads, T, D] -> [1, T, heads, D]; ``window``, ``softcap`` and ``sinks``
+    [heads] as in ``tiles.tiled_attention``: each rank's gradient of the sinks is that of its own queries. All ranks of
+    ``peers`` call it together, and its backward pass, too.
     """
-    return _RingAttention.apply(query, key, value, _kernel(plan, query, value, scale, window), peers)
+    with torch.autocast(query.device.type, enabled=False):  # a softmax that is written out needs float32 scores
+        kernel = _kernel(plan, query, value, scale, window, softcap)
+        return _RingAttention.apply(query, key, value, sinks, kernel, peers)

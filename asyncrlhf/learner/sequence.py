@@ -72,11 +72,13 @@ class _OnRing(Layout):
         *,
         scaling: float | None = None,
         sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, None]:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         passed, own = query.shape[2], len(self.plan.rows)
         q, k, v = (x[:, :, :own] for x in (query, key, value))
-        out = ring_attention(q, k, v, self.plan, self.peers, scale, sliding_window)
+        out = ring_attention(q, k, v, self.plan, self.peers, scale, sliding_window, softcap, s_aux)
         return F.pad(out, (0, 0, 0, 0, 0, passed - own)), None
 
 

@@ -15,17 +15,19 @@ from torch import nn
 from asyncrlhf.algorithms.aggregate import normaliser_count
 from asyncrlhf.algorithms.weights import sqrt_ess_factor
 from asyncrlhf.data.adapter import trained_tensors
+from asyncrlhf.data.plain_pass import probe_texts
 from asyncrlhf.data.weight_files import WeightFiles
 from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
 from asyncrlhf.learner import checkpoint
 from asyncrlhf.learner.companions import ValueModel, follow, frozen_copy, frozen_reference
 from asyncrlhf.learner.deepspeed_updater import DeepSpeedUpdater
 from asyncrlhf.learner.distributed import all_gather, all_sum, barrier, deal_out, gathered, peers_along
-from asyncrlhf.learner.forward import PackedPolicy, use_float32_head
 from asyncrlhf.learner.fsdp_updater import FsdpUpdater
 from asyncrlhf.learner.learner_config import BackendSpec, StepResult
 from asyncrlhf.learner.loss import MicrobatchLosses, critic_loss
 from asyncrlhf.learner.metrics import figures, step_statistics
+from asyncrlhf.learner.model_pass import checkpoint_layers
+from asyncrlhf.learner.output_layer import use_float32_head
 from asyncrlhf.learner.passes import ForwardPasses
 from asyncrlhf.learner.pipeline_updater import PipelineUpdater
 from asyncrlhf.learner.plan import Microbatch, ResponseTokens, StepPlan, plan_step
@@ -35,6 +37,7 @@ from asyncrlhf.learner.state_writer import StateWriter
 from asyncrlhf.learner.targets import fill, fills, needs_policy, sequence_ess_fraction, set_targets
 from asyncrlhf.learner.ulysses import Ulysses
 from asyncrlhf.learner.updaters import TorchUpdater, Updater, schedule_factor
+from asyncrlhf.learner.wall import check_shards, learner_policy
 from asyncrlhf.types import FloatArray, TrainBatch
 
 UPDATERS: dict[str, type[Updater]] = {"torch": TorchUpdater, "deepspeed": DeepSpeedUpdater}
@@ -80,18 +83,22 @@ class TorchBackend:
         self.temperature = spec.temperature or 1.0
         self.constant_length = float(spec.max_completion_length) if spec.max_completion_length else None
         self._losses = MicrobatchLosses(algorithm)
-        self.model = model.float().train()
+        self.model = model.float().eval()
         if config.float32_head:
             use_float32_head(self.model)
         if not config.sharded:  # the updater moves each part to the device as it partitions it
             nn.Module.to(self.model, self.device)
         opob, zero3 = algorithm.advantage == "opob", config.zero_stage == 3
-        self.policy = PackedPolicy(self.model, compile=config.compiled_whole, collision=opob, chunked=not zero3)
+        texts = probe_texts(self.model)  # while the model is whole
+        self.policy, self.note = learner_policy(self.model, config, collision=opob, chunked=not zero3)
+        # Ranks that gather a sharded model's weights in each call of it must call it equally often.
+        one_by_one = config.sharded and not self.policy.packing
+        self._token_budget = 1 if one_by_one else config.token_budget
         self.critic = ValueModel(self.model) if algorithm.needs_critic else None
-        self.ema = frozen_copy(self.model, self.device) if algorithm.anchor == "ema" else None
+        self.ema = frozen_copy(self.policy, self.device) if algorithm.anchor == "ema" else None
         if config.gradient_checkpointing:
             for trunk in (self.model, *(() if self.critic is None else (self.critic.trunk,))):
-                trunk.gradient_checkpointing_enable()
+                checkpoint_layers(trunk)
         self.replay = RoutingReplay(self.model) if config.routing_replay else None
         kind = FsdpUpdater if config.in_rows else UPDATERS[config.backend]
         kind = PipelineUpdater if config.pipeline_parallel_size > 1 else kind
@@ -106,8 +113,10 @@ class TorchBackend:
                     module.sequence = split
         self.reference = None
         if reference is not None and algorithm.needs_reference:
-            self.reference = self.updater.frozen(frozen_reference(reference, config, self.device, self.policy.sequence))
+            self.reference = self.updater.frozen(frozen_reference(reference, config, self.device, self.policy))
         self._passes = ForwardPasses(self.updater, self.temperature, config.mixed_precision, self.device)
+        if self.shards is not None:
+            check_shards(self._passes, self.updater.policy, texts, self._token_budget)
         self.writer = StateWriter(self.device)  # of checkpoints
         self.policy_version = 0  # completed learner steps
         self._skipped_in_a_row = 0
@@ -133,7 +142,7 @@ class TorchBackend:
         started = time.perf_counter()
         if self.replay is not None:
             self.replay.check(batch)
-        plan = plan_step(batch, self.algorithm, self.config.token_budget, self.device, self.policy_version)
+        plan = plan_step(batch, self.algorithm, self._token_budget, self.device, self.policy_version)
         tokens = plan.tokens
         self._look_first(plan)
         normalisers = self._normalisers(plan)
@@ -162,9 +171,10 @@ class TorchBackend:
         return StepResult(metrics, skipped=skipped == len(norms), seconds=time.perf_counter() - started)
 
     def score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:
-        """Log-probs of each token given those before it, at temperature 1, not at the learner's; [len-1] per text."""
+        """Log-probs of each token given those before it, at temperature 1, not at the learner's; [len-1] per text. All
+        texts pass together, as in a step, so that a text that others change is found by comparing."""
         policy = self.policy.alone if self.shards is None else self.updater.policy
-        return [self._passes.score(policy, text) for text in token_ids]
+        return self._passes.score(policy, token_ids, self._token_budget)
 
     def save(self, folder: Path) -> None:
         """:meth:`begin_save`, and wait until all ranks have written."""
@@ -239,7 +249,7 @@ class TorchBackend:
         """[N], if the critic's value replaces the rest of truncated answers."""
         if self.algorithm.truncated != "bootstrap":
             return None
-        return self._passes.final_values(plan, self.config.token_budget)
+        return self._passes.final_values(plan, self._token_budget)
 
     def _normalisers(self, plan: StepPlan) -> torch.Tensor:
         """Of each update's policy loss and value loss, over all ranks: [2, minibatches]."""

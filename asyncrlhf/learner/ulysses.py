@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.attention import Layout, PackedLayout, packed_attention
 from asyncrlhf.learner.distributed import Peers
 from asyncrlhf.learner.forward import PackedInputs
@@ -25,14 +26,23 @@ class _Stretch(Layout):
     """This rank's tokens of a packed batch; ``position_ids`` are theirs."""
 
     whole: PackedLayout
+    peers: Peers
     exchange: Any  # deepspeed's UlyssesSPAttentionHF around ``_some_heads``
 
     def attend(
         self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
     ) -> tuple[torch.Tensor, None]:
-        out, _ = self.exchange(
-            module, query, key, value, None, position_ids=self.position_ids, whole=self.whole, **options
-        )
+        heads, kv_heads = self.exchange.attn_head_count, self.exchange.global_kv_head_count
+        size = self.exchange.attn_head_size
+        wanted = [(heads, size), (kv_heads, size), (kv_heads, size)]
+        found = [tuple(x.shape[1::2]) for x in (query, key, value)]
+        if found != wanted:
+            raise ConfigError(
+                f"learner.sequence_parallel_size={self.peers.ranks}: a {type(module).__name__} has {found} heads and "
+                f"numbers a head of queries, keys and values; allowed: {wanted} in every layer."
+            )
+        options |= {"position_ids": self.position_ids, "whole": self.whole, "rank": self.peers.rank}
+        out, _ = self.exchange(module, query, key, value, None, **options)
         return out.view(1, query.shape[2], query.shape[1], query.shape[3]), None
 
 
@@ -73,7 +83,8 @@ class Ulysses(SequenceParallel):
         whole = inputs.layout
         assert isinstance(whole, PackedLayout), "a stretch is cut of a whole batch"
         routes = None if whole.routes is None else part(whole.routes.T).T
-        layout = _Stretch(position_ids=part(whole.position_ids), whole=whole, exchange=self._exchange, routes=routes)
+        places = part(whole.position_ids)
+        layout = _Stretch(position_ids=places, whole=whole, peers=self._peers, exchange=self._exchange, routes=routes)
         rows = inputs.rows[own] - first
         return part_of(inputs, own, token_ids=part(inputs.token_ids), rows=rows, layout=layout), own
 
@@ -86,11 +97,14 @@ def _some_heads(
     attention_mask: torch.Tensor | None,
     *,
     whole: PackedLayout,
+    rank: int,
+    s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention over all tokens and this rank's heads: [1, heads, padded T, D] to [1, padded T, heads, D]."""
     count, padded = whole.position_ids.shape[1], query.shape[2]
-    options.pop("position_ids")
+    if s_aux is not None:  # of these heads
+        options["s_aux"] = s_aux[rank * query.shape[1] : (rank + 1) * query.shape[1]]
     q, k, v = (x[:, :, :count] for x in (query, key, value))
     out, _ = packed_attention(module, q, k, v, attention_mask, packed_layout=whole, **options)
     return F.pad(out, (0, 0, 0, 0, 0, padded - count)), None

@@ -1,4 +1,5 @@
-"""Attention over sequences of different lengths without padding: torch's varlen kernel on GPUs, flash calls on CPUs.
+"""Attention over sequences of different lengths without padding, by calls of torch's attention; of GPUs' kernel see
+``varlen_kernel.py``.
 
 On a CPU each sequence is a separate call on a slice of the packed tensors. Only short sequences share a call, if
 padding costs less than another call; ``plan_calls`` decides. A prompt that siblings share is attended once for all
@@ -292,34 +293,6 @@ def flash_calls(
     return attention_op(query, key, value, spans, scale)[0]
 
 
-def varlen_takes(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether torch's varlen kernel computes heads of this type and size (``mha_varlen_fwd`` in its flash_api.cpp)."""
-    size, half = query.shape[-1], value.dtype in (torch.bfloat16, torch.float16)
-    return half and size % 8 == 0 and size <= 256 and size == value.shape[-1]
-
-
-def varlen_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: tuple[torch.Tensor, torch.Tensor, int, int],
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
-    """As :func:`flash_calls`, by ``torch.nn.attention.varlen`` on a GPU in half precision.
-
-    key and value hold every sequence's keys, copies of shared prompts included; ``bounds`` are cumulative counts of
-    queries and of keys [N+1] int32 and the maximum of each. The last query of a sequence sees its last key.
-    """
-    from torch.nn.attention import varlen
-
-    q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    seen = (-1, 0) if window is None else (window - 1, 0)
-    grouped = query.shape[1] != key.shape[1]
-    out: Any = varlen.varlen_attn(q, k, v, *bounds, scale=scale, window_size=seen, enable_gqa=grouped)
-    return out[None]
-
-
 @torch._disable_dynamo  # torch.compiler.disable would import the compiler here, a second of each process
 def masked_calls(
     query: torch.Tensor,
@@ -329,8 +302,8 @@ def masked_calls(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """As :func:`varlen_kernel`, by one call of torch's attention per sequence: for sliding windows on CPUs, and
-    on GPUs for what :func:`varlen_takes` excludes. ``lengths``: queries and keys of each sequence."""
+    """As ``varlen_kernel.varlen_kernel``, by one call of torch's attention per sequence: for sliding windows on CPUs,
+    and on GPUs for what torch's varlen kernel excludes. ``lengths``: queries and keys of each sequence."""
     group = query.shape[1] // key.shape[1]
     keys, values = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (key, value))
     queries, every = lengths
@@ -344,4 +317,4 @@ def masked_calls(
             distance = places[many - q.shape[2] :, None] - places
             seen = (distance >= 0) & (distance < (window or many))
         parts.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, scale=scale))
-    return torch.cat(parts, 2).transpose(1, 2)
+    return torch.cat(parts, 2).transpose(1, 2).contiguous()  # some models take a view of it

@@ -12,15 +12,12 @@ from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.cluster.clock import off_loop
 from asyncrlhf.cluster.handles import LONG_SECONDS, GeneratorHandle, Runtime
 from asyncrlhf.engines.engine import CacheMode
-from asyncrlhf.engines.generator_config import replica_kinds
 from asyncrlhf.errors import LearnerLostError, ReplicaError, WeightSyncError
+from asyncrlhf.orchestrator.audits import Audits
 from asyncrlhf.orchestrator.direct_load import DirectLoads
 from asyncrlhf.orchestrator.state import Replica, RunState
-from asyncrlhf.transport.audit import compare, differing_tensors, floating_dtype, judge, probe_tokens
 from asyncrlhf.transport.protocol import LostReceiversError, Ticket
-from asyncrlhf.types import FloatArray
 
-PROBE_TEXTS, PROBE_LENGTH = 4, 16
 GRACE_SECONDS = 1.0  # beyond the transport's own time-out, whose sentence says more
 
 
@@ -36,9 +33,7 @@ class WeightPublisher:
         self._group: list[GeneratorHandle] | None = None  # by handle: a replica that was restarted is another member
         self._publishes = 0
         self._ready: Awaitable[Offer] | None = None  # the next publish's snapshot, made in the learner's turn
-        self._probe = [probe_tokens(vocab_size, PROBE_LENGTH, seed) for seed in range(PROBE_TEXTS)]
-        kinds = replica_kinds(state.config.generator)
-        self._audited = {kind.prefix for kind in kinds if kind.config.engine != "fake"}  # a fake engine has no weights
+        self._audits = Audits(state, runtime, vocab_size)
         self._lock = asyncio.Lock()
         self._direct = DirectLoads(state, runtime)
         self._seconds = state.config.weights.timeout_seconds
@@ -46,7 +41,7 @@ class WeightPublisher:
         self._rejoining = 0
         self._lost: LearnerLostError | None = None  # met by a rejoin
         self._down = False  # from the learner's death until it has weights again
-        self.last_seconds = self.mismatch_kl = 0.0
+        self.last_seconds = 0.0
         self.snapshot_seconds = 0.0  # for which the newest snapshot blocked the learner
         self.waiting_for = ""
 
@@ -76,9 +71,11 @@ class WeightPublisher:
             await self._ready
 
     def _snapshot(self) -> Awaitable[Offer]:
-        every, number = self._state.config.weights.audit_every, self._publishes
-        due = bool(self._audited) and (number == 0 or (every > 0 and number % every == 0))
-        return self._runtime.learner.snapshot(self._probe if due else None)
+        return self._runtime.learner.snapshot(self._audits.due(self._publishes))
+
+    @property
+    def mismatch_kl(self) -> float:
+        return self._audits.mismatch_kl
 
     @property
     def failure(self) -> BaseException | None:
@@ -129,8 +126,7 @@ class WeightPublisher:
                 await asyncio.gather(*(self._load_in_turn(replica, version) for replica in members if replica.alive))
                 self._state.published_version = version
                 note("published", version=version)
-                if offer.probe_logprobs is not None:
-                    await self._audit(members, version, offer.probe_logprobs)
+                await self._audits.make(members, version, offer)
             await handing  # before the next snapshot takes this one's place
         finally:
             if handing is not None:
@@ -321,28 +317,6 @@ class WeightPublisher:
             if ticket.version <= self._state.published_version and not (self._publishing or self._ready):
                 return  # else a publish may have begun during the call
             await self._state.changed.wait_for(lambda: self._publishing)
-
-    async def _audit(self, members: list[Replica], version: int, expected: list[FloatArray]) -> None:
-        """Compare the log-probs that engines and learner give the probe texts; stop the run if they differ by more than
-        rounding, as half-updated weights do."""
-        audited = [r for r in members if r.alive and r.name.rpartition("-")[0] in self._audited]
-        found = await asyncio.gather(*(self._audit_one(replica, version, expected) for replica in audited))
-        self.mismatch_kl = max((kl for kl in found if kl is not None), key=abs, default=self.mismatch_kl)
-
-    async def _audit_one(self, replica: Replica, version: int, expected: list[FloatArray]) -> float | None:
-        """The replica's mismatch_kl, or None if it died."""
-        tolerance = self._state.config.audit_tolerance
-        asked = replica.handle.call(self._seconds, GeneratorWorker.score, self._probe)
-        if (scored := await self._state.heard(replica, asked)) is None:
-            return None
-        result = compare(expected, scored)
-        if result.mean_abs > tolerance.suspicious:
-            theirs = await self._state.heard(replica, replica.handle.call(LONG_SECONDS, GeneratorWorker.digests))
-            if theirs is None:
-                return None
-            ours = await self._runtime.learner.call(LONG_SECONDS, LearnerWorker.digests, floating_dtype(theirs))
-            judge(result, tolerance, differing_tensors(ours, theirs), replica.name, version)
-        return result.mismatch_kl
 
 
 def _names(members: Sequence[Replica]) -> str:

@@ -77,7 +77,7 @@ class ReadingReference(ReferencePolicy):
         """``options``: of :class:`ReferencePolicy`."""
         super().__init__(model, **options)
         self.readings: LogprobReadings | None = None
-        if cache_tokens and past_refusal(model.config) is None:
+        if cache_tokens and self._policy.packing and past_refusal(model.config) is None:
             made = LogprobReadings(self, super().answer, cache_tokens)
             if made.try_out(exact=model.dtype.itemsize > 2 and self._dtype is None):
                 self.readings = made

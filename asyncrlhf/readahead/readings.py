@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.attention import IMPLEMENTATION, Layout, packed_attention
 from asyncrlhf.readahead.owners import Chunk, Prefilled
 from asyncrlhf.rewards.model import policy_ids
@@ -279,7 +280,14 @@ class _CachedLayout(Layout):
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
     ) -> tuple[torch.Tensor, None]:
-        """query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]."""
+        """query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]. Raises ConfigError for a layer with a
+        window, a soft cap or attention sinks."""
+        more = sorted(options.keys() - {"scaling"})
+        if more:
+            raise ConfigError(
+                f"model.path: {type(module).__name__} has {', '.join(more)} and cannot read sequences ahead; allowed: "
+                "attention to all earlier tokens."
+            )
         device = key.device.type
         held = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else key.dtype
         parts = []

@@ -19,7 +19,7 @@ from transformers import (
 from asyncrlhf.engines import slots as table
 from asyncrlhf.engines.forward import is_lean
 from asyncrlhf.engines.hf import HFEngine
-from asyncrlhf.errors import ConfigError, WeightSyncError
+from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.types import GenerationFailure, GenerationRequest, Prompt, Rollout, SamplingParams
 from tests.numeric import FLOAT32, assert_close
 
@@ -247,15 +247,6 @@ def test_prompts_that_do_not_fit_are_failures_with_a_sentence() -> None:
     ]
 
 
-def test_a_sliding_window_bounds_the_context() -> None:
-    torch.manual_seed(0)
-    config = transformers.MistralConfig(**SIZES, sliding_window=32, num_key_value_heads=2)
-    engine = HFEngine(transformers.MistralForCausalLM(config), slots=1)
-    engine.submit([GenerationRequest(0, 0, Prompt("", "", np.arange(1, 30)), 0, SamplingParams(10))])
-    [failure] = engine.step(0.0).finished
-    assert isinstance(failure, GenerationFailure) and "context of 32" in failure.error
-
-
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_score_equals_a_plain_forward_pass_also_while_rows_are_in_flight(name: str) -> None:
     rng = np.random.default_rng(5)
@@ -329,13 +320,6 @@ def test_weights_written_into_parameters_are_the_ones_that_sample() -> None:
     engine.load_weights(1, own, "keep")
     text = np.arange(1, 30)
     assert_close(engine.score([text])[0], HFEngine(new, slots=1).score([text])[0], atol=FLOAT32)
-
-
-def test_a_model_without_the_attention_interface_is_refused() -> None:
-    torch.manual_seed(0)
-    config = transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=2)
-    with pytest.raises(ConfigError, match="BloomForCausalLM"):
-        HFEngine(transformers.BloomForCausalLM(config), slots=1)
 
 
 def test_a_penalty_is_in_the_behavior_logprobs() -> None:

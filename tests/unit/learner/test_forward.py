@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import (
     BloomConfig,
-    Gemma2Config,
     GPT2Config,
     GPTNeoXConfig,
     GraniteConfig,
     MistralConfig,
+    NemotronConfig,
     PretrainedConfig,
     Qwen3Config,
 )
@@ -129,7 +129,7 @@ def test_dropout_is_off() -> None:
     ("config", "sentence"),
     [
         (BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=4), "cannot be trained packed"),
-        (Gemma2Config(**GQA), "soft capping"),
+        (NemotronConfig(**GQA), "do not get the keyword arguments"),
     ],
 )
 def test_models_that_cannot_be_packed_are_refused(config: PretrainedConfig, sentence: str) -> None:

@@ -15,8 +15,9 @@ from asyncrlhf.engines.sampling import sample_tokens
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner import forward
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.forward import PackedPolicy, use_float32_head
+from asyncrlhf.learner.forward import PackedPolicy
 from asyncrlhf.learner.learner_config import LearnerConfig, ReferenceConfig
+from asyncrlhf.learner.output_layer import use_float32_head
 from tests.numeric import assert_close
 from tests.unit.learner.test_forward import GQA
 from tests.unit.learner.test_presets import preset
@@ -102,8 +103,8 @@ def test_a_learner_uses_it_for_every_policy(dtypes: set[torch.dtype], algorithm:
             llama(seed) if family == "llama" else from_config(GraniteConfig(**GQA, logits_scaling=3.0), seed)
             for seed in (0, 1)
         )
-        dtypes.clear()
         trained = backend(algorithm, learner, model=model, reference=other if algorithm.needs_reference else None)
+        dtypes.clear()  # of the comparisons at the start
         result = trained.train_step(random_batch())
         assert dtypes == {expected} and not result.skipped
         assert all(p.grad is not None for p in trained.model.get_output_embeddings().parameters())
@@ -117,7 +118,9 @@ def test_a_reference_worker_follows_the_learner(
     spec = reference_worker.ReferenceSpec(
         ReferenceConfig(where="service", dtype=dtype), ModelConfig(), 1.0, "bfloat16", True
     )
-    reference_worker.ReferenceWorker(spec).annotate([sample.rollout for sample in samples(2)])
+    worker = reference_worker.ReferenceWorker(spec)
+    dtypes.clear()  # of the comparisons at the start
+    worker.annotate([sample.rollout for sample in samples(2)])
     assert dtypes == {expected}
 
 

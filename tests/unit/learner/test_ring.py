@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,19 @@ from asyncrlhf.learner import ring
 from asyncrlhf.learner.attention import PackedLayout
 from asyncrlhf.learner.distributed import Peers
 from asyncrlhf.learner.ring_plan import RingPlan, plan_ring
-from asyncrlhf.learner.varlen import varlen_takes
+from asyncrlhf.learner.varlen_kernel import varlen_takes
 from tests.numeric import assert_close
-from tests.unit.learner.test_varlen import SHAPES, SIZE, Layouts, alone, one_at_a_time, outcome, siblings, tensors
+from tests.unit.learner.test_varlen import (
+    SHAPES,
+    SIZE,
+    Layouts,
+    alone,
+    one_at_a_time,
+    outcome,
+    siblings,
+    sinks,
+    tensors,
+)
 
 SCALE = SIZE**-0.5
 WORLDS: dict[str, Layouts] = {
@@ -62,16 +73,19 @@ def plans(layout: PackedLayout, ranks: int) -> list[RingPlan]:
 
 
 def on_ranks(
-    layout: PackedLayout, given: list[torch.Tensor], ranks: int, threads: Threads, window: int | None = None
+    layout: PackedLayout, given: list[torch.Tensor], ranks: int, threads: Threads, **options: Any
 ) -> dict[str, torch.Tensor]:
-    """Output and gradients of all ranks, put together."""
+    """Output and gradients of all ranks, put together; of sinks, the sum over the ranks."""
     chosen = plans(layout, ranks)
 
     def job(rank: int) -> dict[str, torch.Tensor]:
         plan, peers = chosen[rank], Peers(rank, ranks)
         q, k, v = (x.detach()[:, :, plan.rows].requires_grad_() for x in given[:3])
-        attend: Attend = lambda q, k, v: ring.ring_attention(q, k, v, plan, peers, SCALE, window)  # noqa: E731
-        return outcome(attend, q, k, v, given[3][:, plan.rows])
+
+        def attend(q: Any, k: Any, v: Any, sinks: Any = None) -> torch.Tensor:
+            return ring.ring_attention(q, k, v, plan, peers, SCALE, sinks=sinks, **options)
+
+        return outcome(attend, q, k, v, given[3][:, plan.rows], *given[4:])
 
     found = threads.run(job)
     whole = {}
@@ -80,6 +94,8 @@ def on_ranks(
         rows = torch.from_numpy(np.concatenate([plan.rows for plan in chosen]))
         parts = torch.cat([part[name] for part in found], along)
         whole[name] = torch.zeros_like(sample, dtype=parts.dtype).index_copy(along, rows, parts)
+    if len(given) > 4:
+        whole["sinks"] = torch.stack([part["sinks"] for part in found]).sum(0)
     return whole
 
 
@@ -108,8 +124,34 @@ def test_written_out_it_takes_sliding_windows(world: str, window: int | None, mo
     monkeypatch.setattr(ring, "_FlashCalls", ring._Written)
     layout = PackedLayout.build(*WORLDS[world])
     given = tensors(layout.position_ids.shape[1])
-    found = on_ranks(layout, given, 4, Threads(4, monkeypatch), window)
+    found = on_ranks(layout, given, 4, Threads(4, monkeypatch), window=window)
     assert_close(found, outcome(lambda *qkv: one_at_a_time(layout, *qkv, window=window), *given), atol=1e-9)
+
+
+@pytest.mark.parametrize("sunk", [False, True])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("world", ["long prompts", "short siblings", "two tokens"])
+def test_windows_caps_and_sinks(
+    world: str, window: int | None, softcap: float | None, sunk: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = PackedLayout.build(*WORLDS[world])
+    given = tensors(layout.position_ids.shape[1])
+    given += [sinks()] if sunk else []
+    options = {"window": window, "softcap": softcap}
+    found = on_ranks(layout, given, 3, Threads(3, monkeypatch), **options)
+    assert_close(found, outcome(partial(one_at_a_time, layout, **options), *given), atol=1e-9)
+
+
+def test_what_is_written_out_is_so_in_float32_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = PackedLayout.build(*WORLDS["long prompts"])
+    q, k, v = (x.detach().float() for x in tensors(layout.position_ids.shape[1])[:3])
+    plan = plans(layout, 1)[0]
+    Threads(1, monkeypatch)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ring.ring_attention(q, k, v, plan, Peers(0, 1), SCALE, 7)
+    expected = one_at_a_time(layout, q.double(), k.double(), v.double(), window=7)
+    assert_close(found.double(), expected, atol=1e-5)  # bfloat16 scores are off by 1e-2
 
 
 def by_hand(q: Any, k: Any, v: Any, bounds: tuple[Any, ...], causal: bool, scale: float) -> list[tuple[Any, ...]]:
@@ -130,18 +172,24 @@ def by_hand(q: Any, k: Any, v: Any, bounds: tuple[Any, ...], causal: bool, scale
     return runs
 
 
+@pytest.mark.parametrize("takes_groups", [True, False])
 @pytest.mark.parametrize("world", ["short siblings", "long prompts", "log-normal", "two tokens"])
-def test_torchs_varlen_kernel_is_asked_for_the_same(world: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As its documentation says what it computes: the kernel itself runs on GPUs alone."""
+def test_torchs_varlen_kernel_is_asked_for_the_same(
+    world: str, takes_groups: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As its documentation says what it computes: the kernel itself runs on GPUs alone. Before torch 2.13 it does not
+    take fewer heads of keys than of queries."""
 
-    def forward(
-        q: Any, k: Any, v: Any, *bounds: Any, return_aux: Any, scale: float, window_size: Any, **more: Any
-    ) -> Any:
-        assert return_aux.lse and more["enable_gqa"]
+    def forward(q: Any, k: Any, v: Any, *bounds: Any, return_aux: Any, scale: float, window_size: Any) -> Any:
+        assert return_aux.lse and (q.shape[1] > k.shape[1]) == takes_groups
         out, lse = torch.empty_like(q), q.new_empty((q.shape[1], len(q)))
         for mine, _, scores, _, values in by_hand(q, k, v, bounds, window_size == (-1, 0), scale):
             out[mine], lse[:, mine] = (scores.softmax(-1) @ values).transpose(0, 1), scores.logsumexp(-1)
         return out, lse
+
+    def grouped(*given: Any, enable_gqa: bool, **more: Any) -> Any:
+        assert enable_gqa
+        return forward(*given, **more)
 
     def backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *more: Any) -> Any:
         *bounds, causal, _, scale, window = more
@@ -159,7 +207,7 @@ def test_torchs_varlen_kernel_is_asked_for_the_same(world: str, monkeypatch: pyt
         return dq, dk, dv
 
     monkeypatch.setattr(ring, "_FlashCalls", ring._Varlen)
-    monkeypatch.setattr(varlen, "varlen_attn", forward)
+    monkeypatch.setattr(varlen, "varlen_attn", grouped if takes_groups else forward)
     monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn_backward", backward)
     layout = PackedLayout.build(*WORLDS[world])
     given = tensors(layout.position_ids.shape[1])
@@ -207,5 +255,5 @@ def test_a_gpu_gets_the_kernel_that_takes_its_heads(size: int, values: int, dtyp
     """``meta`` stands for a device that is no CPU."""
     plan = plans(PackedLayout.build(*SHAPES["short siblings"]), 2)[0]
     query, value = (torch.empty(1, 2, 8, width, dtype=dtype, device="meta") for width in (size, values))
-    assert type(ring._kernel(plan, query, value, 1.0, None)) is kernel
+    assert type(ring._kernel(plan, query, value, 1.0, None, None)) is kernel
     assert varlen_takes(query, value) == (kernel is ring._Varlen)

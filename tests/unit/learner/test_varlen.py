@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -14,7 +15,8 @@ from torch.nn.attention import varlen
 from asyncrlhf.data.packing import microbatch_indices
 from asyncrlhf.learner import varlen as learner_varlen
 from asyncrlhf.learner.attention import PackedLayout
-from asyncrlhf.learner.varlen import attention_op, masked_calls, varlen_kernel
+from asyncrlhf.learner.varlen import attention_op, masked_calls
+from asyncrlhf.learner.varlen_kernel import varlen_kernel, varlen_takes
 from tests.numeric import assert_close
 
 Layouts = tuple[np.ndarray, np.ndarray, np.ndarray]  # lengths, prompts, owners
@@ -50,16 +52,26 @@ def rows_of(layout: PackedLayout) -> Iterator[tuple[list[int], list[int]]]:
 
 
 def one_at_a_time(
-    layout: PackedLayout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
+    layout: PackedLayout,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Softmax attention, written out, of one sequence after the other."""
     parts = []
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     for mine, seen in rows_of(layout):
         scores = q[0][:, mine] @ k[0][:, seen].transpose(1, 2) * SIZE**-0.5
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
         distance = torch.arange(len(seen) - len(mine), len(seen))[:, None] - torch.arange(len(seen))
         hidden = (distance < 0) | (distance >= (window or len(seen)))
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(mine), 1)], -1)
+        weights = scores.softmax(-1)[..., : len(seen)]
         parts.append((weights @ v[0][:, seen]).transpose(0, 1))
     return torch.cat(parts)[None]
 
@@ -72,10 +84,18 @@ def tensors(tokens: int, heads: tuple[int, int] = (6, 2), dtype: torch.dtype = t
     return [*made, torch.randn((1, tokens, heads[0], SIZE), generator=draws, dtype=dtype)]
 
 
-def outcome(attend: Callable[..., torch.Tensor], q: Any, k: Any, v: Any, direction: Any) -> dict[str, torch.Tensor]:
-    out = attend(q, k, v)
-    gradients = torch.autograd.grad((out * direction).sum(), (q, k, v))
-    return {"out": out.detach(), **dict(zip("qkv", gradients, strict=True))}
+def sinks(heads: int = 6) -> torch.Tensor:
+    return torch.linspace(-2, 3, heads, dtype=torch.float64).requires_grad_()
+
+
+def outcome(
+    attend: Callable[..., torch.Tensor], q: Any, k: Any, v: Any, direction: Any, sinks: Any = None
+) -> dict[str, torch.Tensor]:
+    """The output and the gradients of ``attend(q, k, v, sinks)``, without sinks if they are None."""
+    given = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
+    out = attend(*given.values())
+    gradients = torch.autograd.grad((out * direction).sum(), [*given.values()])
+    return {"out": out.detach(), **dict(zip(given, gradients, strict=True))}
 
 
 def packed(layout: PackedLayout, **options: Any) -> Callable[..., torch.Tensor]:
@@ -110,32 +130,51 @@ def test_a_sliding_window_hides_what_lies_behind_it(shape: str) -> None:
     assert_close(found, outcome(lambda *qkv: one_at_a_time(layout, *qkv, window=7), *given), atol=1e-9)
 
 
+def before_2_13(q: Any, k: Any, v: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, *,
+                return_aux: Any = None, scale: Any = None, window_size: Any = (-1, -1)) -> torch.Tensor:  # fmt: skip
+    """``varlen_attn`` as its documentation says what it computes: the kernel itself runs on GPUs alone."""
+    queries, keys = cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist()
+    assert (max_q, max_k) == (max(queries), max(keys)) and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert q.shape[1] == k.shape[1] == v.shape[1]
+    left, right = window_size
+    assert right == 0
+    whole = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return masked_calls(*whole, (queries, keys), scale, None if left < 0 else left + 1)[0]
+
+
+def since_2_13(q: Any, k: Any, v: Any, *bounds: Any, scale: Any = None, window_size: Any = (-1, -1),
+               enable_gqa: bool = False) -> torch.Tensor:  # fmt: skip
+    assert enable_gqa
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    return before_2_13(q, k, v, *bounds, scale=scale, window_size=window_size)
+
+
+@pytest.mark.parametrize("kernel", [before_2_13, since_2_13])
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_torchs_varlen_kernel_is_asked_for_the_same(
-    shape: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+    shape: str, window: int | None, kernel: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As its documentation says what it computes: the kernel itself runs on GPUs alone."""
     layout = PackedLayout.build(*SHAPES[shape])
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
 
-    def documented(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, **more: Any) -> torch.Tensor:
-        queries, keys = cu_q.diff().tolist(), cu_k.diff().tolist()
-        assert (max_q, max_k) == (max(queries), max(keys)) and cu_q.dtype == cu_k.dtype == torch.int32
-        left, right = more["window_size"]
-        assert right == 0 and more["enable_gqa"]
-        seen = None if left < 0 else left + 1
-        whole = (x.transpose(0, 1)[None] for x in (q, k, v))
-        return masked_calls(*whole, (queries, keys), more["scale"], seen)[0]
-
-    monkeypatch.setattr(varlen, "varlen_attn", documented)
-
-    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         keys = (x if layout.key_rows is None else x.index_select(2, layout.key_rows) for x in (k, v))
         return varlen_kernel(q, *keys, (*layout.bounds, *layout.most), SIZE**-0.5, window)
 
     given = tensors(layout.position_ids.shape[1])
-    found = outcome(kernel, *given)
+    found = outcome(attend, *given)
     assert_close(found, outcome(lambda *qkv: one_at_a_time(layout, *qkv, window=window), *given), atol=1e-9)
+
+
+def test_a_torch_without_the_kernel_or_its_options_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    query = torch.empty(1, 2, 8, 64, dtype=torch.bfloat16, device="meta")
+    assert varlen_takes(query, query)
+    monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value, is_causal=False: None)
+    assert not varlen_takes(query, query)
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
+    monkeypatch.delattr(torch.nn.attention, "varlen")
+    assert not varlen_takes(query, query)
 
 
 def test_the_operator_is_one_that_torch_compile_takes_whole() -> None:

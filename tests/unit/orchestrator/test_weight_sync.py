@@ -13,9 +13,10 @@ from asyncrlhf.actors.messages import Offer
 from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import LearnerLostError, ReplicaError, WeightSyncError
+from asyncrlhf.orchestrator.audits import PROBE_TEXTS
 from asyncrlhf.orchestrator.controller import build_state
 from asyncrlhf.orchestrator.state import Replica, RunState
-from asyncrlhf.orchestrator.weight_sync import PROBE_TEXTS, WeightPublisher
+from asyncrlhf.orchestrator.weight_sync import WeightPublisher
 
 
 class Learner:

@@ -1,0 +1,155 @@
+"""How the learner passes a model's sequences: packed, or one after the other. Found by comparing, before it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from asyncrlhf.data.miniature import miniature_of
+from asyncrlhf.data.plain_pass import (
+    MISCALLED,
+    difference,
+    first_line,
+    plain_logits,
+    probe_texts,
+    rounding,
+    set_attention,
+)
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.learner.forward import PackedInputs, PackedPolicy
+from asyncrlhf.learner.layout_checks import check_whole_sequences
+from asyncrlhf.learner.learner_config import LearnerConfig
+from asyncrlhf.learner.passes import ForwardPasses
+from asyncrlhf.types import IntArray
+
+# Of ``rounding``: a neighbour's tokens do not change the operations on a sequence's own, only the experts' batches.
+LEAK = 0.01
+
+
+@dataclass(frozen=True)
+class Way:
+    """``attention``: transformers' name of the model's own attention; None for packed sequences, which have ours."""
+
+    attention: str | None
+
+    def policy(self, model: transformers.PreTrainedModel, **options: Any) -> PackedPolicy:
+        if self.attention is not None:
+            set_attention(model, self.attention)
+        return PackedPolicy(model, packing=self.attention is None, **options)
+
+
+def choose_policy(
+    model: transformers.PreTrainedModel, packing: bool | None = None, **options: Any
+) -> tuple[PackedPolicy, str]:
+    """``model`` as a policy whose log-probs are those of each sequence alone, and why it is not packed; "" if it is.
+
+    Candidates are tried from the fastest on. ``packing`` True or False allows only packed passes or none. A tiny model
+    of the same family is compared first, whose windows the texts exceed; then the model itself, unless its weights
+    are not here yet. ``options``: of :class:`PackedPolicy`. Raises ConfigError if no way is right.
+    """
+    own = str(model.config._attn_implementation)
+    ways = [] if packing is False else [Way(None)]
+    ways += [] if packing else [Way(own), *([Way("eager")] if own != "eager" else [])]
+    reason = ""
+    real = [] if next(model.parameters()).is_meta else [model]
+    for subject in [*miniature_of(model), *real]:
+        before = subject.config._attn_implementation
+        ways, why = _right_ways(subject, ways)
+        reason = reason or why
+        set_attention(subject, before)
+    return ways[0].policy(model, **options), "" if ways[0].attention is None else reason
+
+
+def learner_policy(
+    model: transformers.PreTrainedModel, config: LearnerConfig, **options: Any
+) -> tuple[PackedPolicy, str]:
+    """As :func:`choose_policy`, as the learner's settings ask, with a sentence for the user instead of the reason."""
+    policy, reason = choose_policy(model, config.packing, **options)
+    if reason:
+        check_whole_sequences(config, reason)
+    if config.compiled_whole:
+        policy.compile_trunk()
+    return policy, reason and f"The learner passes one sequence at a time, which is slower than packed: {reason}."
+
+
+def _right_ways(model: transformers.PreTrainedModel, ways: Sequence[Way]) -> tuple[list[Way], str]:
+    """The first of ``ways`` that is right for ``model`` with those after it, and what was wrong with those before."""
+    texts = probe_texts(model)
+    plain = plain_logits(model, texts)
+    reasons: list[str] = []
+    for place, way in enumerate(ways):
+        problem = _problem(model, way, texts, plain)
+        if problem is None:
+            return list(ways[place:]), "; ".join(reasons)
+        reasons.append(problem)
+    raise ConfigError(
+        f"model.path: {type(model).__name__} cannot be trained{_allowed(ways)}: {'; '.join(dict.fromkeys(reasons))}."
+    )
+
+
+def _allowed(ways: Sequence[Way]) -> str:
+    if ways[-1].attention is None:
+        return " with learner.packing=true"
+    return "" if ways[0].attention is None else " with learner.packing=false"
+
+
+@torch.no_grad()
+def _problem(
+    model: transformers.PreTrainedModel, way: Way, texts: Sequence[IntArray], plain: Sequence[torch.Tensor]
+) -> str | None:
+    """What is wrong with ``way``, as a part of a sentence."""
+    name = "packed sequences" if way.attention is None else f"one sequence at a time with {way.attention} attention"
+    try:
+        policy = way.policy(model)
+        # Shuffled, the longest between others, with a sibling that shares the prompt of one of them.
+        order = [texts[1], texts[2], texts[0], np.concatenate([texts[1][:4], texts[0][1:]])]
+        found = _logprobs(policy, order)
+        expected = [_own_logprobs(logits, text) for logits, text in zip(plain, texts, strict=True)]
+        if way.attention is None:
+            others = [(text + 1) % max(int(text.max()), 2) for text in texts]
+            moved = _logprobs(policy, [others[1], texts[2], others[0], np.concatenate([others[1][:4], others[0][1:]])])
+            leak = difference(moved[1], found[1], model.dtype)
+            if leak > LEAK * rounding(model.dtype):
+                return f"in {name} a sequence's log-probs change by {leak:.1g} with its neighbours' tokens"
+    except (ConfigError, *MISCALLED) as error:
+        return f"{name}: {first_line(error).removeprefix('model.path: ')}"
+    pairs = zip([found[2], found[0], found[1]], expected, strict=True)
+    apart = max(difference(ours, theirs, model.dtype) for ours, theirs in pairs)
+    if not apart <= rounding(model.dtype):  # not a number, too
+        return f"{name} give log-probs that are {apart:.1g} off the model's own pass over each sequence alone"
+    return None
+
+
+def _logprobs(policy: PackedPolicy, texts: Sequence[IntArray]) -> list[torch.Tensor]:
+    """The log-probs of the tokens from place 4 on of each text, in one pass."""
+    lengths = np.array([len(text) for text in texts])
+    predicted = np.concatenate([np.arange(n) >= 4 for n in lengths])
+    inputs = PackedInputs.build(
+        np.concatenate(texts), np.concatenate([[0], np.cumsum(lengths)]), predicted, policy.model.device
+    )
+    return list(policy.alone(inputs, 1.0).logprobs.double().split((lengths - 4).tolist()))
+
+
+def _own_logprobs(logits: torch.Tensor, text: IntArray) -> torch.Tensor:
+    following = torch.from_numpy(text[4:, None]).to(logits.device)
+    return logits[3:-1].log_softmax(-1).gather(1, following)[:, 0]
+
+
+def check_shards(passes: ForwardPasses, policy: Any, texts: Sequence[IntArray], token_budget: int) -> None:
+    """Raise ConfigError unless ``policy``, spread over ranks that all call this, gives packed texts the log-probs of
+    each text alone."""
+    order = [texts[1], texts[2], texts[0]]
+    together = passes.score(policy, order, token_budget)
+    for text, found in zip(order, together, strict=True):
+        alone = passes.score(policy, [text], token_budget)[0]
+        apart = difference(torch.from_numpy(found), torch.from_numpy(alone), passes.dtype)
+        if not apart <= rounding(passes.dtype):
+            raise ConfigError(
+                f"model.path: this model cannot be trained packed in this layout over the ranks: a sequence's "
+                f"log-probs differ by {apart:.1g} from those of the sequence alone; allowed: learner.packing=false."
+            )
