@@ -19,7 +19,7 @@ from asyncrlhf.data.miniature import build_miniature
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 SAMPLE = (
     "llama", "gpt2", "bloom", "gemma2", "mistral", "qwen3_moe", "gpt_oss", "deepseek_v3", "jamba", "mamba2", "opt",
-    "bert", "blt",
+    "bert", "blt", "laguna",
 )  # fmt: skip
 
 

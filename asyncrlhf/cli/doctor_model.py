@@ -12,11 +12,6 @@ if TYPE_CHECKING:  # these import torch, which may not import here
     from asyncrlhf.config.run_config import RunConfig
 
 LEARNER, ENGINE = "learner and model", "hf engine and model"
-_SLOW = {
-    "one sequence at a time": "the learner passes one sequence at a time, which is slower than a packed batch",
-    "own caches": "the engine uses transformers' own caches, which is slower than a row per slot",
-    "no cache": "the engine keeps no cache, so that each token costs a pass over all before it",
-}
 
 
 def ways(config: RunConfig) -> list[Finding]:
@@ -43,10 +38,6 @@ def ways(config: RunConfig) -> list[Finding]:
 
 
 def _finding(what: str, way: Way, cannot: str) -> Finding:
-    why = way.why.rstrip(".")
     if way.refused:
-        return Finding(what, way.name, "fails", f"{cannot}: {why[:1].lower()}{why[1:]}.")
-    if way.name in _SLOW:
-        because = f": {why[:1].lower()}{why[1:]}" if why else ""
-        return Finding(what, way.name, "note", f"{_SLOW[way.name]}{because}.")
-    return Finding(what, way.name)
+        return Finding(what, way.name, "fails", f"{cannot}: {way.why}")
+    return Finding(what, way.name, "note" if way.why else "good", way.why)

@@ -283,7 +283,7 @@ def test_the_ways_of_a_model_are_found_by_its_config(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     "family, sentence",
     [
-        ("bert", "predictions depend on later tokens"),
+        ("bert", "does not generate text from left to right"),
         ("blt", "no small model of the model type blt can be built"),
         ("vit", "the model type vit does not generate text"),
     ],
@@ -299,9 +299,9 @@ def test_a_model_that_cannot_be_trained_is_a_wrong_setting(
     assert "would fail here: learner and model" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_slower_way_is_a_note_with_its_reason() -> None:
-    from asyncrlhf.cli.model_ways import Way
-
-    alone = doctor_model._finding("learner", Way("one sequence at a time", "Its gradients differ."), "")
-    assert alone.level == "note" and alone.sentence.endswith("than a packed batch: its gradients differ.")
-    assert doctor_model._finding("engine", Way("no cache"), "").sentence.endswith("over all before it.")
+def test_a_slower_way_is_a_note_with_its_reason(tmp_path: Path) -> None:
+    found = {finding.what: finding for finding in doctor_model.ways(load_config([save(tmp_path, "mamba2")]))}
+    learner, engine = found[doctor_model.LEARNER], found[doctor_model.ENGINE]
+    assert (learner.found, learner.level) == ("one sequence at a time", "note")
+    assert "slower than packed" in learner.sentence
+    assert (engine.found, engine.level) == ("own caches", "note") and "slower than packed rows" in engine.sentence
