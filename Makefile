@@ -97,9 +97,10 @@ docs-site: install
 	$(PIP) "mkdocs-material>=9.6"
 	$(BIN)/mkdocs build --site-dir site
 
-# The pages generated from the code: settings and metrics.
+# The pages generated from the code: settings, metrics, and the families of models, which takes a minute.
 reference: install
 	$(BIN)/python -m asyncrlhf.cli.reference docs/reference
+	$(BIN)/python -m asyncrlhf.cli.models_page docs/models.md
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from asyncrlhf.cli import doctor_parts
+from asyncrlhf.cli import doctor_model, doctor_parts
 from asyncrlhf.cli.doctor_parts import Finding, Level, judge
 from asyncrlhf.cli.doctor_probes import PROBES, installed_version, plugin_installed, probe_cluster, probe_import
 from asyncrlhf.config.compose import load_config
@@ -28,13 +28,15 @@ HELP = """asyncrlhf doctor [overrides]: checks whether `asyncrlhf train [overrid
 
   asyncrlhf doctor                                    the default run
   asyncrlhf doctor generator=vllm learner.ranks=2     a run with these overrides
+  asyncrlhf doctor model.path=FOLDER                  how learner and engine will run this model, or why they cannot
   asyncrlhf doctor ray.address=auto generator.gpus=1  a run on a cluster, which it joins to see its free devices
 
   asyncrlhf doctor --all                              also imports the packages that the run does not use
   asyncrlhf doctor --gpu [--out FILE]                 measures this machine's GPUs in ten minutes of runs (docs/gpu.md)
 
-Without --gpu it imports the run's packages in separate processes; it starts nothing else and changes nothing.
-Exit codes: 0 the run should work here, 1 it would fail, 2 the settings are invalid."""
+Without --gpu it imports the run's packages in separate processes, and runs a tiny random model of the checkpoint's
+family; it starts nothing else and changes nothing.
+Exit codes: 0 the run should work here, 1 it would fail, 2 the settings or the model are wrong on every machine."""
 COLOURS: Mapping[Level, str] = {"good": "green", "note": "yellow", "fails": "red"}
 Probe = Callable[[str], dict[str, Any]]
 GIB = 2**30
@@ -44,8 +46,9 @@ SHARED_MEMORY_WANTED = GIB // 2  # the object store of the default run
 
 
 def run(arguments: Sequence[str] = ()) -> int:
-    """Print the table and a verdict on the run of ``asyncrlhf train`` with the same arguments; returns 0, or 1 if the
-    run would fail on this machine. Raises ConfigError for arguments that are wrong on every machine."""
+    """Print the table and a verdict on the run of ``asyncrlhf train`` with the same arguments; returns 0, 1 if the
+    run would fail on this machine, or 2 if learner or engine cannot run the model. Raises ConfigError for arguments
+    that are wrong on every machine."""
     if {"-h", "--help"} & set(arguments):
         print(HELP)
         return 0
@@ -54,7 +57,10 @@ def run(arguments: Sequence[str] = ()) -> int:
 
         return gpu_check.run(arguments)
     overrides = [argument for argument in arguments if argument != "--all"]
-    findings = examine(load_config(overrides), everything="--all" in arguments)
+    config = load_config(overrides)
+    findings = examine(config, everything="--all" in arguments)
+    if not {finding.what for finding in findings if finding.level == "fails"} & {"torch", "transformers"}:
+        findings = [*findings, *doctor_model.ways(config)]
     console = Console()
     table = Table("what", Column("found", overflow="fold"), "verdict", title="asyncrlhf doctor", title_justify="left")
     for finding in findings:
@@ -68,7 +74,8 @@ def run(arguments: Sequence[str] = ()) -> int:
     failed = ", ".join(finding.what for finding in findings if finding.level == "fails")
     verdict = f"would fail here: {failed}" if failed else "should work here"
     console.print(f"{name} {verdict}.", markup=False)
-    return 1 if failed else 0
+    refused = any(f.level == "fails" and f.what in (doctor_model.LEARNER, doctor_model.ENGINE) for f in findings)
+    return 2 if refused else int(bool(failed))
 
 
 def examine(

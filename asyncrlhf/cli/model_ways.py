@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -89,76 +88,47 @@ def texts_of(model: transformers.PreTrainedModel) -> list[tuple[IntArray, int]]:
     return found
 
 
-def attempts(ways: Sequence[tuple[str, Callable[[], str]]]) -> Way:
-    """The first way that works; each call returns why it does not, or nothing."""
-    refusals: list[str] = []
-    for name, attempt in ways:
-        try:
-            with quiet():
-                why = attempt()
-        except ConfigError as error:
-            why = str(error)
-        except _FAULTS as error:
-            words = " ".join(str(error).split())[:160].rstrip(". ")
-            why = f"Its code raises {type(error).__name__}: {words}."
-        if not why:
-            return Way(name, " ".join(refusals))
-        refusals.append(why)
-    return Way(REFUSED, refusals[-1])
+def attempt(way: Callable[[], Way]) -> Way:
+    """What the call finds; refused with its sentence if it raises."""
+    try:
+        with quiet():
+            return way()
+    except ConfigError as error:
+        return Way(REFUSED, str(error))
+    except _FAULTS as error:
+        words = " ".join(str(error).split())[:160].rstrip(". ")
+        return Way(REFUSED, f"Its code raises {type(error).__name__}: {words}.")
 
 
 # The learner.
 
 
 def learner_way(model: transformers.PreTrainedModel, trained: dict[str, torch.Tensor] | None = None) -> Way:
-    """The way in which the learner trains ``model``, which stays as it is. ``trained`` receives the weights after two
+    """The way that the learner chooses for ``model``, which stays as it is. ``trained`` receives the weights after two
     steps. Refused if log-probs or gradients differ from those of plain passes, before or after those steps."""
-    if (why := _sees_ahead(model)) is not None:
-        return Way(REFUSED, why)
-    fields = {field.name for field in dataclasses.fields(LearnerConfig)}
-    ways: list[tuple[str, dict[str, Any]]] = [(PACKED, {})]
-    if "packing" in fields:
-        ways = [(PACKED, {"packing": "true"}), (ALONE, {"packing": "false"})]
-    return attempts([(name, lambda more=more: _learns(model, more, trained)) for name, more in ways])  # type: ignore[misc]
+    return attempt(lambda: _learns(model, trained))
 
 
-@torch.no_grad()
-def _sees_ahead(model: transformers.PreTrainedModel) -> str | None:
-    """Why the model is no decoder, if a later token changes what it predicts of earlier ones."""
-    text, _ = texts_of(model)[0]
-    other = text.copy()
-    other[-4:] = other[-4:][::-1] + 1
-    try:
-        with quiet():
-            plain = plain_copy(model)
-            found, expected = (plain_logprobs(plain, given[: len(text)], 1)[: len(text) - 5] for given in (text, other))
-    except _FAULTS:
-        return None  # said by the ways themselves
-    if float((found - expected).abs().max()) > EXACT:
-        return "Its predictions depend on later tokens, so that it is not a decoder."
-    return None
-
-
-def _learns(model: transformers.PreTrainedModel, more: dict[str, Any], trained: dict[str, torch.Tensor] | None) -> str:
-    config = LearnerConfig(learning_rate=1e-3, **more)
-    backend = TorchBackend(copy.deepcopy(model), BackendSpec(learner=config, algorithm=AlgorithmConfig(), steps=STEPS))
-    texts = texts_of(model)
+def _learns(model: transformers.PreTrainedModel, trained: dict[str, torch.Tensor] | None) -> Way:
+    spec = BackendSpec(learner=LearnerConfig(learning_rate=1e-3), algorithm=AlgorithmConfig(), steps=STEPS)
+    backend = TorchBackend(copy.deepcopy(model), spec)
+    texts, plain = texts_of(model), plain_copy(backend.model)
     for step in range(STEPS + 1):
-        plain = plain_copy(backend.model)
-        expected = [plain_logprobs(plain, text, prompt) for text, prompt in texts]
-        batch = pack([_sample(i, *text, expected[i], step) for i, text in enumerate(texts)])
-        facts = backend.policy(PackedInputs.of_batch(batch), 1.0)
-        found, wanted = facts.logprobs, torch.cat(expected)
+        plain.load_state_dict(backend.model.state_dict())
+        with torch.set_grad_enabled(step == 0):
+            expected = [plain_logprobs(plain, text, prompt) for text, prompt in texts]
+            batch = pack([_sample(i, *text, expected[i], step) for i, text in enumerate(texts)])
+            found, wanted = backend.policy(PackedInputs.of_batch(batch), 1.0).logprobs, torch.cat(expected)
         if not float((found - wanted).abs().max()) <= EXACT:
-            when = f" after {step} steps" if step else ""
-            return f"Its log-probs{when} differ from those of a plain pass over each sequence."
+            when = f" after step {step}" if step else ""
+            return Way(REFUSED, f"Its log-probs{when} differ from those of a plain pass over each sequence.")
         if step == 0 and not _same_gradients(backend.model, plain, found, wanted):
-            return "Its gradients differ from those of a plain pass over each sequence."
+            return Way(REFUSED, "Its gradients differ from those of a plain pass over each sequence.")
         if step < STEPS and backend.train_step(batch).skipped:
-            return "Its gradients are not finite."
+            return Way(REFUSED, "Its gradients are not finite.")
     if trained is not None:
         trained.update({name: tensor.detach().clone() for name, tensor in backend.parameters().items()})
-    return ""
+    return Way(PACKED if backend.policy.packing else ALONE, backend.note)
 
 
 def _same_gradients(model: torch.nn.Module, plain: torch.nn.Module, found: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -199,31 +169,29 @@ def _sample(index: int, text: IntArray, prompt: int, behavior: torch.Tensor, ver
 def engine_way(model: transformers.PreTrainedModel, trained: dict[str, torch.Tensor] | None = None) -> Way:
     """The way in which the hf engine samples from ``model``, which stays as it is. ``trained``: weights that it loads
     after the first answers. Refused if the log-probs of sampled tokens differ from those of plain passes."""
-    taken = [""]
-    way = attempts([("hf", lambda: _samples(model, trained or {}, taken))])
-    return way if way.refused else Way(taken[0])
+    return attempt(lambda: _samples(model, trained or {}))
 
 
-def _samples(model: transformers.PreTrainedModel, trained: dict[str, torch.Tensor], taken: list[str]) -> str:
+def _samples(model: transformers.PreTrainedModel, trained: dict[str, torch.Tensor]) -> Way:
     plain, engine = plain_copy(model), HFEngine(copy.deepcopy(model), slots=3)
-    taken[0] = passes_of(engine)
     for version, weights in enumerate([{}, trained] if trained else [{}]):
         if weights:
             engine.load_weights(version, weights, "recompute")
-            missing, unknown = plain.load_state_dict(weights, strict=False)
+            unknown = plain.load_state_dict(weights, strict=False).unexpected_keys
             if unknown:
-                return f"The learner's weights have names that the model does not know, such as {unknown[0]}."
+                return Way(REFUSED, f"The learner's weights have names that the model lacks, such as {unknown[0]}.")
         for answer in _answers(engine, texts_of(model)):
             if not isinstance(answer, Rollout):
-                return str(answer.error)
+                return Way(REFUSED, str(answer.error))
             text = np.concatenate([answer.prompt.token_ids, answer.response_ids])
             with torch.no_grad():
                 wanted = plain_logprobs(plain, text, len(answer.prompt.token_ids))
             if not float((torch.from_numpy(answer.behavior_logprobs) - wanted).abs().max()) <= EXACT:
                 when = " after new weights" if weights else ""
-                return f"The log-probs of its samples{when} differ from those of a plain pass over each sequence."
+                why = f"The log-probs of its samples{when} differ from those of a plain pass over each sequence."
+                return Way(REFUSED, why)
     engine.close()
-    return ""
+    return Way(passes_of(engine), engine.note)
 
 
 def _answers(engine: HFEngine, texts: Sequence[tuple[IntArray, int]]) -> Iterator[Any]:
@@ -252,16 +220,17 @@ def passes_of(engine: HFEngine) -> str:
 def export_way(model: transformers.PreTrainedModel, folder: Path) -> Way:
     """Whether the learner's checkpoint of ``model`` can be loaded again with the same logits."""
 
-    def saved() -> str:
+    def saved() -> Way:
         model.save_pretrained(folder)
         again = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype).eval()
         with torch.no_grad():
-            one, two = (plain_logprobs(plain_copy(each), texts_of(model)[0][0], 1) for each in (model, again))
-        return "" if float((one - two).abs().max()) <= 1e-5 else "Loaded again, it has other logits."
+            one, two = (plain_logprobs(each, texts_of(model)[0][0], 1) for each in (model, again))
+        same = float((one - two).abs().max()) <= 1e-5
+        return Way("yes") if same else Way(REFUSED, "Loaded again, it has other logits.")
 
-    return attempts([("yes", saved)])
+    return attempt(saved)
 
 
 def without_figures(sentence: str) -> str:
     """A sentence whose figures depend on the machine, without them."""
-    return re.sub(r"\s*\([^()]*\d\.?\d*(e-?\d+)?[^()]*\)", "", sentence)
+    return re.sub(r"\s*\((\d+|[^()]*\d\.\d[^()]*)\)", "", sentence)

@@ -56,13 +56,19 @@ with `is_decoder=true`; without it they are refused, because their predictions d
 COLUMNS = ("family", "class", "layers", "learner", "hf engine", "export", "vLLM")
 # What published checkpoints of a family state and its default config lacks.
 STATED: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
     "cohere_compass_text": {
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [22, 22, 20]}
+        }
     },
     "dbrx": {"attn_config": {"rope_theta": 5e5, "kv_n_heads": 8, "clip_qkv": 8.0}},
+    "granitemoehybrid": {"layer_types": (["linear_attention"] * 7 + ["full_attention"]) * 4},
+    "lfm2": {"full_attn_idxs": [2, 5, 8, 10, 12, 14]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "reformer": {"is_decoder": True},
     "xmod": {"default_language": "en_XX"},
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ def row(family: str) -> Row:
     except (ConfigError, *MISFITS) as error:
         named: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
         name = named if isinstance(named, str) else named[0]
-        why = _cell(Way(REFUSED, " ".join(str(error).split()).removeprefix("model.path: ")[:240]))
+        why = _cell(Way(REFUSED, " ".join(str(error).split())[:240]))
         return Row(family, name, "-", why, REFUSED, "-", _vllm(name, None))
     trained: dict[str, torch.Tensor] = {}
     learner = learner_way(model, trained)
@@ -103,8 +109,8 @@ def row(family: str) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         export = export_way(model, Path(folder))
     name = type(model).__name__
-    cells = (_cell(way) for way in (learner, engine, export))
-    return Row(family, name, _layers(model), *cells, _vllm(name, model))
+    cells = [_cell(way) for way in (learner, engine, export)]
+    return Row(family, name, _layers(model), cells[0], cells[1], cells[2], _vllm(name, model))
 
 
 def _shape(family: str) -> transformers.PretrainedConfig:
@@ -115,7 +121,8 @@ def _shape(family: str) -> transformers.PretrainedConfig:
 
 
 def _cell(way: Way) -> str:
-    return f"{way.name}: {without_figures(way.why)}" if way.refused and way.why else way.name
+    why = without_figures(way.why).removeprefix("model.path: ").removeprefix("generator.engine=hf ")
+    return f"{way.name}: {why[:1].upper()}{why[1:]}" if way.refused and way.why else way.name
 
 
 def _layers(model: transformers.PreTrainedModel) -> str:

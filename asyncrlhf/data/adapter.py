@@ -48,8 +48,15 @@ def peft_settings(config: LoraConfig, **more: Any) -> Any:
 
 
 def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The trained tensors, by name: all parameters of a plain model, or only the adapter of an adapted one."""
+    """The trained tensors, by name: those parameters of a plain model that train, or the adapter of an adapted one."""
     return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What engines receive, by name: an adapter's tensors, or all parameters of a plain model, since some families
+    have parameters that never train, and an engine expects every one."""
+    trained = trained_tensors(model)
+    return trained if is_adapter(trained) else {name: p.detach() for name, p in model.named_parameters()}
 
 
 def is_adapter(names: Mapping[str, object]) -> bool:

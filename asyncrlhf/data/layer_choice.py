@@ -34,6 +34,10 @@ class LayerChoice:
             return
         kept = self._kept()
         sizes = self._sizes
+        # A shorter list of kinds repeats over the layers: the first round has all of them.
+        rounds = [len(v) for k, v in sizes.items() if k.endswith("_types") and self._repeats(v)]
+        if rounds:
+            kept = list(range(min(max(rounds), self._count)))
         periods = len(set(self._kinds())) == 1 and any(
             _PERIODS.search(k) and type(v) is int and v > 1 for k, v in sizes.items()
         )
@@ -89,6 +93,9 @@ class LayerChoice:
         if not isinstance(value, list) or not _INDICES.search(name) or not all(type(i) is int for i in value):
             return False
         return all(0 <= i < self._count for i in value) and len(set(value)) == len(value)
+
+    def _repeats(self, value: Any) -> bool:
+        return isinstance(value, list) and 1 < len(value) < self._count and all(isinstance(kind, str) for kind in value)
 
     def _by_place(self, value: Any) -> bool:
         return (

@@ -22,8 +22,8 @@ MISFITS = (
     ValueError, TypeError, KeyError, AttributeError, IndexError, ZeroDivisionError, AssertionError, RuntimeError,
     NotImplementedError, ImportError, StrictDataclassError,
 )  # fmt: skip
-# Parameters that are no matrix of a linear layer: time constants, decays and convolutions keep their own start.
-_OWN_START = re.compile(r"norm|A_log|dt_|(^|\.)D$|time_|conv|slope|decay|ssm_|recurrent_param|ln_|layernorm")
+# Parameters that are no matrix of a linear layer: norms, time constants and decays keep their own start.
+_OWN_START = re.compile(r"norm|A_log|dt_|(^|\.)D$|time_|slope|decay|recurrent_param|ln_")
 
 
 def miniature_config(shape: transformers.PretrainedConfig) -> transformers.PretrainedConfig:
@@ -153,7 +153,8 @@ def _enlarge(model: nn.Module) -> None:
                 parameter.fill_(-3.0)  # else a state forgets a token within some others, and faults with it
             if _OWN_START.search(name):
                 continue
-            if parameter.ndim >= 2 and parameter.numel() > max(parameter.shape):
+            convolution = parameter.ndim == 3 and parameter.shape[1] == 1
+            if parameter.ndim >= 2 and parameter.numel() > max(parameter.shape) and not convolution:
                 std = 0.4 if id(parameter) in embeddings else 1.2 / math.sqrt(parameter.shape[-1])
                 parameter.normal_(0.0, std)
             elif name.endswith(("bias", "sinks")):

@@ -63,7 +63,8 @@ class Shrinking:
                 (r"vocab_size", _at_most(VOCABULARY)),
                 (r"ngram_vocab|_group_vocab", _at_most(VOCABULARY)),
                 (r"token_ids?$|_tokens$|token_index$|^mask_index$", _inside),
-                (_CONTEXT.pattern, lambda _, v: max(1, round(v * self._context_scale))),
+                (r"^original_max_position", lambda _, v: self._switch(v)),
+                (_CONTEXT.pattern, _at_most(CONTEXT)),
                 (r"shared_experts$", _at_most(2)),
                 (r"topk_group$", _at_most(1)),
                 (r"n_?groups?$|num_expert_group$", _at_most(2)),
@@ -151,13 +152,17 @@ class Shrinking:
             elif inner == before[expand] * self._hidden:
                 sizes[size] = int(sizes[expand] * HIDDEN) // sizes[heads]
 
+    def _switch(self, place: int) -> int:
+        """Where rotations change: in the same part of the context as before."""
+        return max(2 * WINDOW, round(place * self._context_scale))
+
     def _rotary(self, rope: dict[str, Any]) -> None:
         """Lists with an entry a rotated pair, or with parts of all pairs, get those of the small head."""
         for name, value in rope.items():
             if isinstance(value, dict):
                 self._rotary(value)
             elif name == "original_max_position_embeddings" and value:
-                rope[name] = max(2 * WINDOW, round(value * self._context_scale))
+                rope[name] = self._switch(value)
             elif isinstance(value, list) and value and "section" in name:
                 total = max(len(value), round(sum(value) * self._head_scale))
                 parts = [max(1, int(part * total / sum(value))) for part in value]

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from asyncrlhf.data.adapter import is_adapter, trained_tensors
+from asyncrlhf.data.adapter import is_adapter, published_tensors
 from asyncrlhf.data.weight_files import WeightFiles
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner import checkpoint
@@ -153,7 +153,7 @@ class Updater(ABC):
         With ``shards``: copies of all of them in rank 0's host memory, empty elsewhere.
         """
         if self.shards is None:
-            return trained_tensors(self.model)
+            return published_tensors(self.model)
         return on_host(self.shards, torch.distributed.get_rank())
 
     def save(self, folder: Path, state: dict[str, Any], rank: int, writer: StateWriter) -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
-from asyncrlhf.cli import doctor, doctor_parts, doctor_probes
+from asyncrlhf.cli import doctor, doctor_model, doctor_parts, doctor_probes
 from asyncrlhf.cli.main import main
 from asyncrlhf.config.compose import load_config
 
@@ -257,3 +258,50 @@ def test_wandb_login_by_key_and_by_netrc(monkeypatch: pytest.MonkeyPatch, tmp_pa
     netrc.write_text("machine api.wandb.ai login user password secret\n")
     netrc.chmod(0o600)
     assert doctor.wandb_login({}).found == "by ~/.netrc"
+
+
+def save(folder: Path, family: str, **sizes: Any) -> str:
+    """A checkpoint's config alone."""
+    AutoConfig.for_model(family, **sizes).save_pretrained(folder)
+    return f"model.path={folder}"
+
+
+def test_the_ways_of_a_model_are_found_by_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda config, everything: [])
+    override = save(tmp_path, "qwen3")
+    found = {finding.what: finding for finding in doctor_model.ways(load_config([override]))}
+    assert {what: (finding.found, finding.level) for what, finding in found.items()} == {
+        doctor_model.LEARNER: ("packed", "good"),
+        doctor_model.ENGINE: ("slots", "good"),
+    }
+    assert doctor.run([override]) == 0
+    assert not doctor_model.ways(load_config([])), "the packaged model is known"
+    only = doctor_model.ways(load_config([override, "generator.engine=fake"]))
+    assert [finding.what for finding in only] == [doctor_model.LEARNER]
+
+
+@pytest.mark.parametrize(
+    "family, sentence",
+    [
+        ("bert", "does not generate text from left to right"),
+        ("blt", "no small model of the model type blt can be built"),
+        ("vit", "the model type vit does not generate text"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_a_wrong_setting(
+    family: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda config, everything: [])
+    override = save(tmp_path, family)
+    assert doctor.run([override]) == 2
+    finding = doctor_model.ways(load_config([override]))[0]
+    assert finding.level == "fails" and sentence in finding.sentence
+    assert "would fail here: learner and model" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_slower_way_is_a_note_with_its_reason(tmp_path: Path) -> None:
+    found = {finding.what: finding for finding in doctor_model.ways(load_config([save(tmp_path, "mamba2")]))}
+    learner, engine = found[doctor_model.LEARNER], found[doctor_model.ENGINE]
+    assert (learner.found, learner.level) == ("one sequence at a time", "note")
+    assert "slower than packed" in learner.sentence
+    assert (engine.found, engine.level) == ("own caches", "note") and "slower than packed rows" in engine.sentence
