@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from asyncrlhf.data.checkpoint_folder import DEFAULT_CONTEXT, longest_text
+from asyncrlhf.data.checkpoint_folder import DEFAULT_CONTEXT, context_of
 from asyncrlhf.engines import slot_attention, slots
 from asyncrlhf.engines.forward import SlotPasses
 from asyncrlhf.engines.hf import HFEngine
@@ -256,8 +256,8 @@ def test_the_context_is_the_models_own_limit() -> None:
 
 
 def test_the_context_of_configs_without_one_and_of_several_parts() -> None:
-    assert longest_text(transformers.BloomConfig()) == DEFAULT_CONTEXT
-    assert longest_text(transformers.Gemma3Config(text_config={"max_position_embeddings": 77})) == 77
+    assert context_of(transformers.BloomConfig()) == DEFAULT_CONTEXT
+    assert context_of(transformers.Gemma3Config(text_config={"max_position_embeddings": 77})) == 77
 
 
 @pytest.mark.parametrize(
