@@ -25,6 +25,7 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.forward import PackedInputs, PackedPolicy
 from asyncrlhf.learner.layout_checks import check_whole_sequences
 from asyncrlhf.learner.learner_config import LearnerConfig
+from asyncrlhf.learner.model_pass import is_packed
 from asyncrlhf.learner.passes import ForwardPasses
 from asyncrlhf.types import IntArray
 
@@ -53,7 +54,7 @@ def choose_policy(
     of the same family is compared first, whose windows the texts exceed; then the model itself, unless its weights
     are not here yet. ``options``: of :class:`PackedPolicy`. Raises ConfigError if no way is right.
     """
-    own = str(model.config._attn_implementation)
+    own = "eager" if is_packed(model) else str(model.config._attn_implementation)
     ways = [] if packing is False else [Way(None)]
     ways += [] if packing else [Way(own), *([Way("eager")] if own != "eager" else [])]
     reason = ""

@@ -1,6 +1,6 @@
-"""Every kind of attention: the learner's passes over packed sequences against transformers' own eager attention.
+"""Every kind of attention: the learner's passes against transformers' own eager attention.
 
-A further kind is one line of ``KINDS``.
+A further kind is one line of ``KINDS``, which pass packed, or of ``ALONE``, which pass one sequence at a time.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from asyncrlhf.data.packing import select
 from asyncrlhf.learner import tiles
-from asyncrlhf.learner.forward import PackedInputs, PackedPolicy
+from asyncrlhf.learner.forward import PackedInputs
+from asyncrlhf.learner.model_pass import checkpoint_layers
+from asyncrlhf.learner.wall import choose_policy
 from asyncrlhf.types import TrainBatch
 from tests.numeric import assert_close
+from tests.unit.engines.families import family
 from tests.unit.learner.worlds import VOCABULARY, from_config, plain_logprobs, random_batch
 
 STEPS = 20
@@ -50,6 +53,16 @@ KINDS: dict[str, Callable[[], PretrainedConfig]] = {
     "sinks and windows": lambda: GptOssConfig(
         **GQA, sliding_window=WINDOW, num_local_experts=3, num_experts_per_tok=2, experts_implementation="eager"
     ),
+}
+ALONE = {
+    "alibi": "bloom",
+    "alibi without an interface": "falcon",
+    "chunks": "llama4_text",
+    "state space": "mamba2",
+    "state space and experts": "granitemoehybrid",
+    "convolution": "lfm2",
+    "linear attention": "minimax",
+    "gated delta rule": "qwen3_next",
 }
 
 
@@ -73,7 +86,7 @@ class InFloat64(TorchFunctionMode):
 
 def random_model(kind: str) -> PreTrainedModel:
     """In float64, with sinks that differ from head to head."""
-    model = from_config(KINDS[kind]()).double()
+    model = family(ALONE[kind]) if kind in ALONE else from_config(KINDS[kind]()).double()
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             torch.nn.init.normal_(parameter)
@@ -91,9 +104,10 @@ def pair(kind: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     return model, plain
 
 
-def policy_of(model: PreTrainedModel) -> Callable[[TrainBatch], torch.Tensor]:
+def policy_of(model: PreTrainedModel, kind: str) -> Callable[[TrainBatch], torch.Tensor]:
     """The log-probs [M] of a batch as the learner computes them."""
-    policy = PackedPolicy(model).train()
+    policy, _ = choose_policy(model)
+    assert policy.packing is (kind not in ALONE)
     return lambda batch: policy(PackedInputs.of_batch(batch), 1.0).logprobs
 
 
@@ -102,21 +116,25 @@ def one_at_a_time(model: PreTrainedModel, batch: TrainBatch) -> torch.Tensor:
     return torch.cat([found for row in rows for found in plain_logprobs(model, row)])
 
 
-@pytest.mark.parametrize("how", ["plain", "many tiles", "gradient checkpointing"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [(kind, how) for kind in KINDS for how in ("plain", "many tiles", "gradient checkpointing")]
+    + [(kind, how) for kind in ALONE for how in ("plain", "gradient checkpointing")],
+)
 def test_logprobs_and_gradients_are_those_of_each_sequence_alone(
     kind: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, plain = pair(kind)
+    logprobs_of = policy_of(model, kind)
     if how == "gradient checkpointing":
-        model.gradient_checkpointing_enable()
+        checkpoint_layers(model)
     if how != "plain":
         for name, value in (("RUN", 8), ("SHORTEST_RUN", 3), ("TILE", 32), ("TILE_SCORES", 400), ("KEPT_SCORES", 0)):
             monkeypatch.setattr(tiles, name, value)
     tiles._tiles.cache_clear()
     batch = random_batch(3, 3, longest=30)
     with InFloat64():
-        found, expected = policy_of(model)(batch), one_at_a_time(plain, batch)
+        found, expected = logprobs_of(batch), one_at_a_time(plain, batch)
         mixture = torch.randn(len(expected), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
         for logprobs in (found, expected):
             (logprobs * mixture).sum().backward()
@@ -143,10 +161,10 @@ def curve(model: PreTrainedModel, logprobs_of: Callable[[TrainBatch], torch.Tens
     return losses
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ALONE)])
 def test_twenty_steps_have_the_losses_of_a_padded_loop(kind: str) -> None:
     model, plain = pair(kind)
-    found = curve(model, policy_of(model))
+    found = curve(model, policy_of(model, kind))
     expected = curve(plain, lambda batch: torch.cat(plain_logprobs(plain, batch)))
     assert_close(found, expected, rtol=0, atol=1e-6)
     assert len(set(np.round(expected, 3))) > STEPS / 2  # the policy moves
