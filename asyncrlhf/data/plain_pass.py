@@ -56,17 +56,19 @@ def probe_texts(model: transformers.PreTrainedModel, seed: int = 0) -> list[IntA
 
 
 @torch.no_grad()
-def plain_logits(model: transformers.PreTrainedModel, texts: Sequence[IntArray]) -> list[torch.Tensor]:
+def plain_logits(
+    model: transformers.PreTrainedModel, texts: Sequence[IntArray], causal: bool = True
+) -> list[torch.Tensor]:
     """[L, V] float64 of each text [L] alone: eager attention, no cache, no dropout.
 
-    Raises ConfigError if the model's own code fails, or if a token's logits depend on later tokens.
+    Raises ConfigError if the model's own code fails, or, with ``causal``, if a token's logits depend on later tokens.
     """
     found = []
     with plain_attention(model):
         for text in texts:
             ids = torch.from_numpy(text).to(model.device)
             try:
-                whole, part = (uncached(model, x).logits[0] for x in (ids, ids[:-1]))
+                whole, *parts = (uncached(model, x).logits[0] for x in ((ids, ids[:-1]) if causal else (ids,)))
             except MISCALLED as error:
                 raise ConfigError(
                     f"model.path: transformers' own forward pass of {type(model).__name__} fails on a plain text: "
@@ -75,7 +77,9 @@ def plain_logits(model: transformers.PreTrainedModel, texts: Sequence[IntArray])
             if not torch.isfinite(whole).all():
                 raise ConfigError(f"model.path: {type(model).__name__} gives logits that are not finite.")
             found.append(whole.double())
-            peeked = difference(whole[:-1].log_softmax(-1), part.log_softmax(-1), model.dtype)
+            peeked = max(
+                (difference(whole[:-1].log_softmax(-1), p.log_softmax(-1), model.dtype) for p in parts), default=0
+            )
             if peeked > rounding(model.dtype) / 10:
                 raise ConfigError(
                     f"model.path: {type(model).__name__} does not generate text from left to right: its log-probs "

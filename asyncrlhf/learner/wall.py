@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,12 @@ class Way:
 
     attention: str | None
 
+    @property
+    def name(self) -> str:
+        return (
+            "packed sequences" if self.attention is None else f"one sequence at a time with {self.attention} attention"
+        )
+
     def policy(self, model: transformers.PreTrainedModel, **options: Any) -> PackedPolicy:
         if self.attention is not None:
             set_attention(model, self.attention)
@@ -59,12 +65,13 @@ def choose_policy(
     ways += [] if packing else [Way(own), *([Way("eager")] if own != "eager" else [])]
     reason = ""
     real = [] if next(model.parameters()).is_meta else [model]
-    for subject in [*miniature_of(model), *real]:
-        before = subject.config._attn_implementation
-        ways, why = _right_ways(subject, ways)
+    policy: PackedPolicy | None = None
+    for place, subject in enumerate([*miniature_of(model), *real]):
+        ways, policy, why = _right_ways(subject, ways, options, thorough=place == 0)
         reason = reason or why
-        set_attention(subject, before)
-    return ways[0].policy(model, **options), "" if ways[0].attention is None else reason
+    if policy is None or policy.model is not model:
+        policy = ways[0].policy(model, **options)
+    return policy, "" if policy.packing else reason
 
 
 def learner_policy(
@@ -79,16 +86,23 @@ def learner_policy(
     return policy, reason and f"The learner passes one sequence at a time, which is slower than packed: {reason}."
 
 
-def _right_ways(model: transformers.PreTrainedModel, ways: Sequence[Way]) -> tuple[list[Way], str]:
-    """The first of ``ways`` that is right for ``model`` with those after it, and what was wrong with those before."""
+def _right_ways(
+    model: transformers.PreTrainedModel, ways: Sequence[Way], options: Mapping[str, Any], thorough: bool
+) -> tuple[list[Way], PackedPolicy, str]:
+    """The first of ``ways`` that is right for ``model`` with those after it, its policy, and what was wrong with those
+    before. ``thorough``: also that no token sees later ones, nor, as exactly as can be, those of other sequences."""
     texts = probe_texts(model)
-    plain = plain_logits(model, texts)
+    plain = plain_logits(model, texts[1:], causal=thorough)
     reasons: list[str] = []
     for place, way in enumerate(ways):
-        problem = _problem(model, way, texts, plain)
+        try:
+            policy = way.policy(model, **options)
+            problem = _problem(policy, texts, plain, thorough)
+        except (ConfigError, *MISCALLED) as error:
+            problem = first_line(error).removeprefix("model.path: ")
         if problem is None:
-            return list(ways[place:]), "; ".join(reasons)
-        reasons.append(problem)
+            return list(ways[place:]), policy, "; ".join(reasons)
+        reasons.append(f"{way.name}: {problem}")
     raise ConfigError(
         f"model.path: {type(model).__name__} cannot be trained{_allowed(ways)}: {'; '.join(dict.fromkeys(reasons))}."
     )
@@ -102,30 +116,27 @@ def _allowed(ways: Sequence[Way]) -> str:
 
 @torch.no_grad()
 def _problem(
-    model: transformers.PreTrainedModel, way: Way, texts: Sequence[IntArray], plain: Sequence[torch.Tensor]
+    policy: PackedPolicy, texts: Sequence[IntArray], plain: Sequence[torch.Tensor], thorough: bool
 ) -> str | None:
-    """What is wrong with ``way``, as a part of a sentence."""
-    name = "packed sequences" if way.attention is None else f"one sequence at a time with {way.attention} attention"
-    try:
-        policy = way.policy(model)
-        # Shuffled, the longest between others, with a sibling that shares the prompt of one of them.
-        order = [texts[1], texts[2], texts[0], np.concatenate([texts[1][:4], texts[0][1:]])]
-        found = _logprobs(policy, order)
-        sampled = sampled_ids(model)
-        expected = [_own_logprobs(logits[:, :sampled], text) for logits, text in zip(plain, texts, strict=True)]
-        if way.attention is None:
-            others = [(text + 1) % max(int(text.max()), 2) for text in texts]
-            moved = _logprobs(policy, [others[1], texts[2], others[0], np.concatenate([others[1][:4], others[0][1:]])])
-            leak = difference(moved[1], found[1], model.dtype)
-            if leak > LEAK * rounding(model.dtype):
-                return f"in {name} a sequence's log-probs change by {leak:.1g} with its neighbours' tokens"
-    except (ConfigError, *MISCALLED) as error:
-        return f"{name}: {first_line(error).removeprefix('model.path: ')}"
-    pairs = zip([found[2], found[0], found[1]], expected, strict=True)
-    apart = max(difference(ours, theirs, model.dtype) for ours, theirs in pairs)
-    if not apart <= rounding(model.dtype):  # not a number, too
-        return f"{name} give log-probs that are {apart:.1g} off the model's own pass over each sequence alone"
+    """What is wrong with ``policy``, as a part of a sentence. ``plain``: the logits of all texts but the first."""
+    dtype, sampled = policy.model.dtype, sampled_ids(policy.model)
+    found = _logprobs(policy, _shuffled(*texts))
+    if policy.packing and thorough:
+        others = [(text + 1) % max(int(text.max()), 2) for text in texts]
+        moved = _logprobs(policy, _shuffled(*others[:2], texts[2]))
+        leak = difference(moved[1], found[1], dtype)
+        if leak > LEAK * rounding(dtype):
+            return f"a sequence's log-probs change by {leak:.1g} with its neighbours' tokens"
+    expected = [_own_logprobs(logits[:, :sampled], text) for logits, text in zip(plain, texts[1:], strict=True)]
+    apart = max(difference(ours, theirs, dtype) for ours, theirs in zip(found[:2], expected, strict=True))
+    if not apart <= rounding(dtype):  # not a number, too
+        return f"log-probs are {apart:.1g} off the model's own pass over each sequence alone"
     return None
+
+
+def _shuffled(short: IntArray, middle: IntArray, long: IntArray) -> list[IntArray]:
+    """The longest text between others, and after them a sibling that shares the prompt of one."""
+    return [middle, long, short, np.concatenate([middle[:4], short[1:]])]
 
 
 def _logprobs(policy: PackedPolicy, texts: Sequence[IntArray]) -> list[torch.Tensor]:
