@@ -48,7 +48,7 @@ def small() -> transformers.PreTrainedModel:
     return build_miniature(AutoConfig.for_model("llama"))
 
 
-def test_a_sequence_that_sees_the_one_before_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_that_sees_the_one_before_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from asyncrlhf.learner import torch_backend
     from asyncrlhf.learner.attention import PackedLayout
     from asyncrlhf.learner.forward import PackedPolicy
@@ -64,7 +64,7 @@ def test_a_sequence_that_sees_the_one_before_it_is_found(monkeypatch: pytest.Mon
     assert learner_way(small()).name == "packed"
     monkeypatch.setattr(PackedLayout, "build", classmethod(as_one))
     way = learner_way(small())
-    assert way.name == "one sequence at a time" and "in packed sequences" in way.why
+    assert way.refused and "change by" in way.why, "the layout's borders are those of single sequences, too"
     # The page compares on its own: a learner that chose wrongly is found, too.
     monkeypatch.setattr(torch_backend, "learner_policy", lambda model, _, **more: (PackedPolicy(model, **more), ""))
     way = learner_way(small())
