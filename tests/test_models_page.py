@@ -49,7 +49,9 @@ def small() -> transformers.PreTrainedModel:
 
 
 def test_a_sequence_that_sees_the_one_before_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncrlhf.learner import torch_backend
     from asyncrlhf.learner.attention import PackedLayout
+    from asyncrlhf.learner.forward import PackedPolicy
 
     built = PackedLayout.build.__func__  # type: ignore[attr-defined]
 
@@ -61,6 +63,10 @@ def test_a_sequence_that_sees_the_one_before_it_is_refused(monkeypatch: pytest.M
 
     assert learner_way(small()).name == "packed"
     monkeypatch.setattr(PackedLayout, "build", classmethod(as_one))
+    way = learner_way(small())
+    assert way.refused and "change by" in way.why, "the layout's borders are those of single sequences, too"
+    # The page compares on its own: a learner that chose wrongly is found, too.
+    monkeypatch.setattr(torch_backend, "learner_policy", lambda model, _, **more: (PackedPolicy(model, **more), ""))
     way = learner_way(small())
     assert way.refused and "differ from those of a plain pass" in way.why
 

@@ -16,6 +16,8 @@ CONTEXT = 512
 WINDOW = 8  # tokens of sliding windows, chunks and sparse selections
 SOFT_CAP = 2.0  # a cap of 50 would hardly change the small scores of a small model
 EXPERTS = 4
+# A token's score is 0 where no head has a positive one, and the number of tokens breaks ties: few heads have many.
+INDEX_HEADS = 16
 RANK = 16  # of low-rank projections, and the most elements of a state
 WIDTH_STEP = 8  # rows of matrices lie at multiples of 16 bytes, as some kernels want
 
@@ -120,8 +122,10 @@ class Shrinking:
         if count == 1:
             return 1
         kind = name.partition("_")[0]
+        if kind in ("index", "indexer"):
+            return min(count, INDEX_HEADS)
         most = self._heads
-        if kind in ("linear", "mamba", "swa", "index"):
+        if kind in ("linear", "mamba", "swa"):
             alike = (v for k, v in self._before.items() if k.startswith(kind) and k.endswith("heads"))
             most = max(v for v in alike if type(v) is int)
         return min(count, HEADS if count >= most else max(2, HEADS * count // most))

@@ -55,7 +55,7 @@ def test_weights_follow_the_seed_alone_and_global_states_stay() -> None:
 @pytest.mark.parametrize(
     "family, given, kept",
     [
-        ("gemma2", {}, {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 8}),
+        ("gemma2", {}, {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 2.0, "sliding_window": 8}),
         ("qwen2", {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 20, "num_hidden_layers": 24,
                    "num_attention_heads": 32, "num_key_value_heads": 8, "attention_dropout": 0.1},
          {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 8, "attention_dropout": 0.1,
