@@ -120,10 +120,10 @@ def _problem(
 ) -> str | None:
     """What is wrong with ``policy``, as a part of a sentence. ``plain``: the logits of all texts but the first."""
     dtype, sampled = policy.model.dtype, sampled_ids(policy.model)
-    found = _logprobs(policy, _shuffled(*texts))
+    found = _logprobs(policy, _shuffled(texts[0], texts[1], texts[2]))
     if policy.packing and thorough:
         others = [(text + 1) % max(int(text.max()), 2) for text in texts]
-        moved = _logprobs(policy, _shuffled(*others[:2], texts[2]))
+        moved = _logprobs(policy, _shuffled(others[0], others[1], texts[2]))
         leak = difference(moved[1], found[1], dtype)
         if leak > LEAK * rounding(dtype):
             return f"a sequence's log-probs change by {leak:.1g} with its neighbours' tokens"
