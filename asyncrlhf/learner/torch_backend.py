@@ -88,9 +88,8 @@ class TorchBackend:
             use_float32_head(self.model)
         if not config.sharded:  # the updater moves each part to the device as it partitions it
             nn.Module.to(self.model, self.device)
-        opob, zero3 = algorithm.advantage == "opob", config.zero_stage == 3
         texts = probe_texts(self.model)  # while it is whole
-        self.policy, self.note = learner_policy(self.model, config, collision=opob, chunked=not zero3)
+        self.policy, self.note = learner_policy(self.model, config, algorithm)
         # Ranks that gather a sharded model's weights in each call of it must call it equally often.
         self._token_budget = 1 if config.sharded and not self.policy.packing else config.token_budget
         self.critic = ValueModel(self.model) if algorithm.needs_critic else None

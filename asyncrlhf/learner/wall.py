@@ -22,6 +22,7 @@ from asyncrlhf.data.plain_pass import (
 )
 from asyncrlhf.data.vocabulary import sampled_ids
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.forward import PackedInputs, PackedPolicy
 from asyncrlhf.learner.layout_checks import check_whole_sequences
 from asyncrlhf.learner.learner_config import LearnerConfig
@@ -75,9 +76,10 @@ def choose_policy(
 
 
 def learner_policy(
-    model: transformers.PreTrainedModel, config: LearnerConfig, **options: Any
+    model: transformers.PreTrainedModel, config: LearnerConfig, algorithm: AlgorithmConfig
 ) -> tuple[PackedPolicy, str]:
-    """As :func:`choose_policy`, as the learner's settings ask, with a sentence for the user instead of the reason."""
+    """As :func:`choose_policy`, as the settings ask, with a sentence for the user instead of the reason."""
+    options = {"collision": algorithm.advantage == "opob", "chunked": config.zero_stage < 3}
     policy, reason = choose_policy(model, config.packing, **options)
     if reason:
         check_whole_sequences(config, reason)

@@ -133,7 +133,7 @@ def test_what_is_asked_for_is_taken_or_refused() -> None:
         LearnerConfig(packing=False, routing_replay=True)
     spread = {"ranks": 2, "context_parallel_size": 2}
     with pytest.raises(ConfigError, match=r"context_parallel_size=2 needs packed sequences.*neighbours' tokens"):
-        wall.learner_policy(family("lfm2", dtype=torch.float32), LearnerConfig(**spread))
+        wall.learner_policy(family("lfm2", dtype=torch.float32), LearnerConfig(**spread), AlgorithmConfig())
 
 
 def test_nothing_of_the_comparison_stays() -> None:
