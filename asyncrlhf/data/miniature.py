@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -58,13 +60,25 @@ def build_miniature(
     raise _refusal(shape, failed) from failed
 
 
-def miniature_of(model: transformers.PreTrainedModel) -> list[transformers.PreTrainedModel]:
-    """The small model in float64 of the same family as ``model``; none if none can be built, as of a checkpoint's own
-    code that no config describes."""
-    try:
-        return [build_miniature(model.config, dtype=torch.float64)]
-    except ConfigError:
-        return []
+@dataclass(frozen=True)
+class Family:
+    """What a model's config says of it, as a key of what was found on a small model of the same family."""
+
+    key: str
+    config: transformers.PretrainedConfig = field(compare=False)
+
+    @classmethod
+    def of(cls, model: transformers.PreTrainedModel) -> Family:
+        facts = model.config.to_dict() | {"_name_or_path": type(model).__name__}
+        return cls(json.dumps(facts, sort_keys=True, default=str), model.config)
+
+    def small(self) -> transformers.PreTrainedModel | None:
+        """The small model, in float64; None if none can be built, as of a checkpoint's own code that no config
+        describes."""
+        try:
+            return build_miniature(self.config, dtype=torch.float64)
+        except ConfigError:
+            return None
 
 
 def _built(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from asyncrlhf.data.checkpoint_folder import context_of, longest_span
-from asyncrlhf.data.miniature import miniature_of
+from asyncrlhf.data.miniature import Family
 from asyncrlhf.data.plain_pass import MISCALLED, first_line, plain_attention, set_attention
 from asyncrlhf.engines.forward import Passes, SlotPasses
 from asyncrlhf.engines.own_cache import OwnCachePasses, own_logits
@@ -68,12 +68,11 @@ def find_passes(model: transformers.PreTrainedModel, slots: int, routes: bool = 
     """
     own = str(model.config._attn_implementation)
     plain = [own] if own == "eager" else [own, "eager"]
-    ways = [Way(), *(Way(attention, caches) for caches in (True, False) for attention in plain)]
-    found: list[str] = []
+    ways = (Way(), *(Way(attention, caches) for caches in (True, False) for attention in plain))
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
-        for subject in [*miniature_of(model), model]:
-            ways, reasons = _right_ways(subject, ways[:1] if routes else ways)
-            found = found or reasons
+        ways, found = _family_ways(Family.of(model), ways[:1] if routes else ways)
+        ways, reasons = _right_ways(model, ways)
+    found = found or reasons
     slower = ""
     if found:
         slower = (
@@ -83,7 +82,14 @@ def find_passes(model: transformers.PreTrainedModel, slots: int, routes: bool = 
     return ways[0].passes(model, slots), slower  # new ones, which have seen no row
 
 
-def _right_ways(model: transformers.PreTrainedModel, ways: Sequence[Way]) -> tuple[list[Way], list[str]]:
+@lru_cache(maxsize=32)
+def _family_ways(family: Family, ways: tuple[Way, ...]) -> tuple[tuple[Way, ...], list[str]]:
+    """As :func:`_right_ways` of a small model of the family; all of ``ways`` without such a model."""
+    small = family.small()
+    return (ways, []) if small is None else _right_ways(small, ways)
+
+
+def _right_ways(model: transformers.PreTrainedModel, ways: tuple[Way, ...]) -> tuple[tuple[Way, ...], list[str]]:
     """The first of ``ways`` that is right with those after it, and what is wrong with each of those before."""
     own, wall = model.config._attn_implementation, Wall(model)
     reasons: list[str] = []
@@ -91,7 +97,7 @@ def _right_ways(model: transformers.PreTrainedModel, ways: Sequence[Way]) -> tup
         reason = wall.refusal(partial(way.passes, model, ROWS))
         if reason is None:
             set_attention(model, own)
-            return list(ways[place:]), reasons
+            return ways[place:], reasons
         reasons.append(f"with {way.name}, {reason}")
     if len(ways) == 1:
         raise ConfigError(

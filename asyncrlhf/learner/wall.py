@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
 
-from asyncrlhf.data.miniature import miniature_of
+from asyncrlhf.data.miniature import Family
 from asyncrlhf.data.plain_pass import (
     MISCALLED,
     difference,
@@ -62,16 +63,15 @@ def choose_policy(
     are not here yet. ``options``: of :class:`PackedPolicy`. Raises ConfigError if no way is right.
     """
     own = "eager" if is_packed(model) else str(model.config._attn_implementation)
-    ways = [] if packing is False else [Way(None)]
-    ways += [] if packing else [Way(own), *([Way("eager")] if own != "eager" else [])]
-    reason = ""
-    real = [] if next(model.parameters()).is_meta else [model]
-    policy: PackedPolicy | None = None
-    for place, subject in enumerate([*miniature_of(model), *real]):
-        ways, policy, why = _right_ways(subject, ways, options, thorough=place == 0)
+    ways: tuple[Way, ...] = () if packing is False else (Way(None),)
+    ways += () if packing else (Way(own),) if own == "eager" else (Way(own), Way("eager"))
+    found = _family_ways(Family.of(model), ways)
+    right, reason = found or (ways, "")
+    if next(model.parameters()).is_meta:
+        policy = right[0].policy(model, **options)
+    else:
+        _, policy, why = _right_ways(model, right, options, thorough=found is None)
         reason = reason or why
-    if policy is None or policy.model is not model:
-        policy = ways[0].policy(model, **options)
     return policy, "" if policy.packing else reason
 
 
@@ -88,9 +88,20 @@ def learner_policy(
     return policy, reason and f"The learner passes one sequence at a time, which is slower than packed: {reason}."
 
 
+@lru_cache(maxsize=32)
+def _family_ways(family: Family, ways: tuple[Way, ...]) -> tuple[tuple[Way, ...], str] | None:
+    """The ways that are right for a small model of the family, and why the first ones are not; None without such a
+    model."""
+    small = family.small()
+    if small is None:
+        return None
+    found, _, reason = _right_ways(small, ways, {}, thorough=True)
+    return found, reason
+
+
 def _right_ways(
     model: transformers.PreTrainedModel, ways: Sequence[Way], options: Mapping[str, Any], thorough: bool
-) -> tuple[list[Way], PackedPolicy, str]:
+) -> tuple[tuple[Way, ...], PackedPolicy, str]:
     """The first of ``ways`` that is right for ``model`` with those after it, its policy, and what was wrong with those
     before. ``thorough``: also that no token sees later ones, nor, as exactly as can be, those of other sequences."""
     texts = probe_texts(model)
@@ -103,7 +114,7 @@ def _right_ways(
         except (ConfigError, *MISCALLED) as error:
             problem = first_line(error).removeprefix("model.path: ")
         if problem is None:
-            return list(ways[place:]), policy, "; ".join(reasons)
+            return tuple(ways[place:]), policy, "; ".join(reasons)
         reasons.append(f"{way.name}: {problem}")
     raise ConfigError(
         f"model.path: {type(model).__name__} cannot be trained{_allowed(ways)}: {'; '.join(dict.fromkeys(reasons))}."

@@ -21,6 +21,7 @@ from tests.vllm_tiny import finish, needs_vllm, own_logprobs, requests
 
 pytestmark = [*needs_vllm, pytest.mark.thorough]
 HEAD_SIZE = 32  # the smallest of vLLM's attention on a CPU
+ANSWERS = 200  # of each family, a thousand together
 FAMILIES = ("gemma2", "gemma3_text", "mistral", "qwen3", "gpt_oss")  # windows, soft caps, sinks, experts
 
 
@@ -33,10 +34,10 @@ def test_samples_have_the_log_probs_of_plain_passes(family: str, tmp_path: Path)
     model.set_attn_implementation("eager")
     own = VllmConfig(block_size=32, kv_cache_gb=0.05, max_model_len=128, max_num_batched_tokens=512)
     engine = VllmEngine(
-        VllmCore(GeneratorConfig(engine="vllm", slots=4, vllm=own), ModelConfig(path=str(tmp_path))), slots=4
+        VllmCore(GeneratorConfig(engine="vllm", slots=32, vllm=own), ModelConfig(path=str(tmp_path))), slots=32
     )
     try:
-        engine.submit(requests(3, 3 * WINDOW, prompt=6))
+        engine.submit(requests(ANSWERS, 3 * WINDOW, prompt=6))
         for answer in finish(engine).values():
             text = np.concatenate([answer.prompt.token_ids, answer.response_ids])
             with torch.no_grad():

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from asyncrlhf.data.checkpoint_folder import DEFAULT_CONTEXT, context_of
-from asyncrlhf.engines import own_cache
+from asyncrlhf.engines import own_cache, wall
 from asyncrlhf.engines.engine import named_weights
 from asyncrlhf.engines.forward import SlotPasses
 from asyncrlhf.engines.hf import HFEngine
@@ -24,6 +24,14 @@ from asyncrlhf.errors import ConfigError
 from tests.mixtures import mixture
 from tests.unit.engines.families import FAMILIES, UNCACHED, family
 from tests.unit.learner.worlds import llama
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> Iterator[None]:
+    """Faults are planted here: no family's result may come from, or reach, another test."""
+    wall._family_ways.cache_clear()
+    yield
+    wall._family_ways.cache_clear()
 
 
 def chosen(model: PreTrainedModel) -> str:

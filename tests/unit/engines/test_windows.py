@@ -124,6 +124,22 @@ def test_every_logit_equals_that_of_a_plain_pass(name: str, monkeypatch: pytest.
     assert_close(mine, theirs, atol=EAGER.get(name, 1e-9))
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", MODELS)
+def test_a_thousand_answers_in_float32_have_the_log_probs_of_plain_passes(name: str) -> None:
+    requests = make_requests(SamplingParams(3 * WINDOW), [*range(1, 26)] * 10, siblings=4)
+    assert len(requests) == 1000
+    engine, plain = HFEngine(make_model(name).float(), slots=64), make_model(name).float()
+    largest = 0.0
+    for result in run(engine, requests).values():
+        text = np.concatenate([result.prompt.token_ids, result.response_ids])
+        logits = plain_logits(plain, text)[len(result.prompt.token_ids) - 1 : -1]
+        apart = torch.from_numpy(result.behavior_logprobs) - picked(logits, result)
+        largest = max(largest, float(apart.abs().max()))
+    print(f"{name}: largest difference {largest:.2g}")
+    assert largest < 1e-4
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_score_is_that_of_a_plain_pass(name: str) -> None:
     rng = np.random.default_rng(5)
