@@ -78,7 +78,9 @@ def test_a_sequence_that_sees_the_one_before_it_is_refused(monkeypatch: pytest.M
     assert learner_way(small()).name == "packed"
     monkeypatch.setattr(PackedLayout, "build", classmethod(as_one))
     way = learner_way(small())
-    assert way.refused and "change by" in way.why, "the layout's borders are those of single sequences, too"
+    assert way.refused and "off the model's own pass" in way.why, (
+        "the layout's borders are those of single sequences, too"
+    )
     # The page compares on its own: a learner that chose wrongly is found, too.
     monkeypatch.setattr(torch_backend, "learner_policy", lambda model, *_: (PackedPolicy(model), ""))
     way = learner_way(small())

@@ -233,4 +233,5 @@ def export_way(model: transformers.PreTrainedModel, folder: Path) -> Way:
 
 def without_figures(sentence: str) -> str:
     """A sentence whose figures depend on the machine, without them."""
-    return re.sub(r"\s*\((\d+|[^()]*\d\.\d[^()]*)\)", "", sentence)
+    without = re.sub(r"\s*\((\d+|[^()]*\d\.\d[^()]*)\)", "", sentence)
+    return re.sub(r"(?<=change) by [\d.e+-]+|(?<=are) [\d.e+-]+(?= off)", "", without)

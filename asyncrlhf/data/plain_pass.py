@@ -49,7 +49,9 @@ def probe_lengths(model: transformers.PreTrainedModel) -> tuple[int, ...]:
 def probe_texts(model: transformers.PreTrainedModel, seed: int = 0) -> list[IntArray]:
     """One random text for each of :func:`probe_lengths`."""
     embedding: Any = model.get_input_embeddings()
-    most = sampled_ids(model) or int(embedding.num_embeddings)
+    head: Any = model.get_output_embeddings()
+    rows = [int(embedding.num_embeddings), *([] if head is None else [int(head.weight.shape[0])])]
+    most = min(sampled_ids(model) or rows[0], *rows)
     draws = np.random.default_rng(seed)
     # Not the first ids: some families give positions no meaning where a padding token stands.
     return [draws.integers(min(4, most - 1), most, n, dtype=np.int64) for n in probe_lengths(model)]

@@ -22,7 +22,8 @@ def text_folder(folder: Path, cache: Path) -> Path:
     if not files or not is_nested(folder / "config.json"):
         return folder
     shape = _shape(str(folder), (folder / "config.json").stat().st_mtime_ns)
-    if shape is None or shape.get_text_config(decoder=True) is shape:
+    text = None if shape is None else shape.get_text_config(decoder=True)
+    if shape is None or text is shape or not isinstance(text, transformers.PretrainedConfig):
         return folder
     facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in (folder / "config.json", *files)]
     key = hashlib.sha256(json.dumps([str(folder.resolve()), facts, transformers.__version__]).encode()).hexdigest()[:16]

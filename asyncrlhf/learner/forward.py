@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -111,6 +111,18 @@ class PackedInputs:
         ids, predicted = batch.token_ids[part], batch.response_mask[part]
         routes = None if batch.routed_experts is None else batch.routed_experts[part]
         return cls.build(ids, boundaries - part.start, predicted, device, sets, routes)
+
+    @classmethod
+    def of_texts(
+        cls, texts: Sequence[np.ndarray], device: torch.device | str = "cpu"
+    ) -> tuple[PackedInputs, list[int]]:
+        """Texts of which all tokens but the first are predicted, and their numbers."""
+        ends = np.cumsum([len(text) for text in texts])
+        predicted = np.ones(ends[-1], dtype=np.bool_)
+        predicted[np.concatenate([[0], ends[:-1]])] = False
+        tokens = np.concatenate([np.asarray(text, dtype=np.int64) for text in texts])
+        inputs = cls.build(tokens, np.concatenate([[0], ends]), predicted, device)
+        return inputs, [len(text) - 1 for text in texts]
 
     @classmethod
     def dummy(cls, device: torch.device | str = "cpu") -> PackedInputs:

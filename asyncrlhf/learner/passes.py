@@ -28,6 +28,7 @@ class ForwardPasses:
     def __init__(self, updater: Updater, temperature: float, precision: str, device: torch.device) -> None:
         self._updater, self._temperature, self._device = updater, temperature, device
         self._dtype = AUTOCAST.get(precision)
+        self.dtype = self._dtype or torch.float32  # of the passes
         self._dummy = PackedInputs.dummy(device)
 
     def facts(self, policy: Any, microbatch: Microbatch | None) -> TokenFacts:
@@ -86,27 +87,14 @@ class ForwardPasses:
     def score(self, policy: Any, texts: Sequence[np.ndarray], token_budget: int) -> list[FloatArray]:
         """Log-probs [len-1] of each token of each text given those before it, at temperature 1."""
         found = [np.zeros(0, dtype=np.float32) for _ in texts]
-        long = [place for place, text in enumerate(texts) if len(text) > 1]
+        long = np.array([place for place, text in enumerate(texts) if len(text) > 1], np.int64)
         for run in microbatch_indices(np.array([len(texts[place]) for place in long], np.int64), token_budget):
-            for place, own in zip(run, self._scored(policy, [texts[long[i]] for i in run]), strict=True):
-                found[long[place]] = own
+            inputs, lengths = PackedInputs.of_texts([texts[place] for place in long[run]], self._device)
+            with self._autocast():
+                flat = policy(inputs, 1.0).logprobs.float().cpu().numpy()
+            for place, own in zip(long[run], np.split(flat, np.cumsum(lengths)[:-1]), strict=True):
+                found[place] = own
         return found
-
-    def _scored(self, policy: Any, texts: Sequence[np.ndarray]) -> list[FloatArray]:
-        tokens = np.concatenate([np.asarray(text, dtype=np.int64) for text in texts])
-        ends = np.cumsum([len(text) for text in texts])
-        starts = np.concatenate([[0], ends[:-1]])
-        predicted = np.ones(len(tokens), dtype=np.bool_)
-        predicted[starts] = False
-        inputs = PackedInputs.build(tokens, np.concatenate([[0], ends]), predicted, self._device)
-        with self._autocast():
-            found = policy(inputs, 1.0).logprobs.float().cpu().numpy()
-        return np.split(found, (ends - np.arange(1, len(ends) + 1))[:-1])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The format of the passes."""
-        return self._dtype or torch.float32
 
     def _autocast(self) -> AbstractContextManager:
         return contextlib.nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype)

@@ -114,7 +114,7 @@ def test_a_learner_uses_it_for_every_policy(dtypes: set[torch.dtype], algorithm:
 def test_a_reference_worker_follows_the_learner(
     dtypes: set[torch.dtype], monkeypatch: pytest.MonkeyPatch, dtype: str, expected: torch.dtype
 ) -> None:
-    monkeypatch.setattr(reference_worker, "load_model", lambda model, device, dtype: llama().to(dtype))
+    monkeypatch.setattr(reference_worker, "load_sampled", lambda model, device, dtype: llama().to(dtype))
     spec = reference_worker.ReferenceSpec(
         ReferenceConfig(where="service", dtype=dtype), ModelConfig(), 1.0, "bfloat16", True
     )

@@ -79,7 +79,7 @@ def test_kept_sets_and_collisions_are_of_the_sampled_ids_too() -> None:
 def test_the_slow_copy_leaves_out_the_same_ids() -> None:
     ours, inputs = policy(), PackedInputs.of_batch(random_batch())
     with torch.no_grad():
-        slow = frozen_copy(ours.model, torch.device("cpu"))
+        slow = frozen_copy(ours, torch.device("cpu"))
         assert torch.equal(slow(inputs, 1.0).logprobs, ours(inputs, 1.0).logprobs)
 
 

@@ -279,7 +279,7 @@ def test_a_model_that_cannot_be_continued_reads_whole_rollouts(monkeypatch: pyte
     original = base.forward
 
     def forwards(*arguments: Any, **keywords: Any) -> Any:
-        if hasattr(keywords["packed_layout"], "caches"):
+        if hasattr(keywords.get("packed_layout"), "caches"):
             keywords["position_ids"] = keywords["position_ids"] * 2
         return original(*arguments, **keywords)
 
