@@ -14,6 +14,7 @@ from transformers import (
     BertConfig,
     Gemma3TextConfig,
     LlamaConfig,
+    MixtralConfig,
     NemotronConfig,
     OPTConfig,
     PretrainedConfig,
@@ -95,13 +96,15 @@ DROPS: list[PretrainedConfig] = [
         max_position_embeddings=64, word_embed_proj_dim=32,
     ),
     SeedOssConfig(**SIZES, head_dim=8, residual_dropout=0.1, attention_dropout=0.1),
+    MixtralConfig(**SIZES, num_local_experts=4, router_jitter_noise=0.5),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("config", DROPS, ids=lambda config: config.model_type)
-def test_dropout_is_off_in_steps(config: PretrainedConfig, checkpointing: bool) -> None:
-    """Families that call ``torch.nn.functional.dropout`` have no module that could be switched off."""
+def test_chance_is_off_in_steps(config: PretrainedConfig, checkpointing: bool) -> None:
+    """Families that call ``torch.nn.functional.dropout`` have no module that could be switched off; others have noise of
+    another name."""
     trained = [
         backend(learner=LearnerConfig(learning_rate=1e-2, gradient_checkpointing=checkpointing), model=model)
         for model in (from_config(config), from_config(config))
