@@ -38,6 +38,12 @@ class ReplicaError(AsyncRLHFError):
     """A generator, reward worker or learner rank died or stopped answering; names it."""
 
 
+class RefusedStartError(ReplicaError):
+    """A part found at its start that it cannot work with its settings or its model: the sentence of a ConfigError."""
+
+    exit_code = ConfigError.exit_code
+
+
 class LearnerLostError(ReplicaError):
     """A learner rank died or stopped answering: the group is restarted from the newest checkpoint."""
 

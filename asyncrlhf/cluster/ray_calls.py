@@ -11,9 +11,10 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from asyncrlhf.cluster.calls import START, under_way
 from asyncrlhf.cluster.handles import within
 from asyncrlhf.cluster.ray_placement import free_in_ray
-from asyncrlhf.errors import AsyncRLHFError, ReplicaError
+from asyncrlhf.errors import AsyncRLHFError, ConfigError, RefusedStartError, ReplicaError
 
 START_SECONDS = 600.0
+REFUSED = f"{ConfigError.__module__}.{ConfigError.__qualname__}: "  # how a traceback names it
 
 
 async def ask(name: str, reference: Any, seconds: float, verb: str) -> Any:
@@ -39,7 +40,10 @@ def translated(name: str, error: RayError) -> Exception:
         return cause
     if isinstance(error, RayActorError):
         if error.actor_init_failed:  # the message is a traceback
-            return ReplicaError(f"{name} could not start: {lines[-1].strip()}")
+            last = lines[-1].strip()
+            if last.startswith(REFUSED):
+                return RefusedStartError(last.removeprefix(REFUSED))
+            return ReplicaError(f"{name} could not start: {last}")
         return ReplicaError(f"{name} died: {lines[0]}")
     return ReplicaError(f"{name} did not answer: {type(error).__name__}: {lines[0]}")
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 
 import pytest
-from ray.exceptions import RayTaskError
+from ray.exceptions import ActorDiedError, RayTaskError
 
 from asyncrlhf.cluster.calls import Call, keep_calls
 from asyncrlhf.cluster.handles import within
-from asyncrlhf.cluster.ray_calls import ask
-from asyncrlhf.errors import ReplicaError, RewardError, failure_sentence
+from asyncrlhf.cluster.ray_calls import ask, translated
+from asyncrlhf.errors import ConfigError, RefusedStartError, ReplicaError, RewardError, failure_sentence
 
 
 def test_a_verdict_ends_a_call_and_none_that_is_over() -> None:
@@ -60,3 +61,13 @@ def test_the_sentence_of_a_run_names_the_actor_that_raised_what_is_not_ours(rais
         assert failure_sentence(caught.value) == sentence
 
     asyncio.run(asked())
+
+
+def test_what_a_part_refuses_at_its_start_is_the_users_sentence() -> None:
+    """A model that the engine cannot pass right ends the run with exit code 2, like any wrong setting."""
+    said = "generator.engine=hf cannot run XForCausalLM: it is never right; choose another model."
+    for error, kind, code in ((ConfigError(said), RefusedStartError, 2), (RuntimeError(said), ReplicaError, 1)):
+        trace = "".join(traceback.format_exception(error))
+        found = translated("generator-0", ActorDiedError(cause=RayTaskError("__init__", trace, error)))
+        assert type(found) is kind and isinstance(found, ReplicaError) and found.exit_code == code
+        assert said in str(found) and ("could not start" in str(found)) == (code == 1)

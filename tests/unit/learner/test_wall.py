@@ -103,8 +103,8 @@ DROPS: list[PretrainedConfig] = [
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("config", DROPS, ids=lambda config: config.model_type)
 def test_chance_is_off_in_steps(config: PretrainedConfig, checkpointing: bool) -> None:
-    """Families that call ``torch.nn.functional.dropout`` have no module that could be switched off; others have noise of
-    another name."""
+    """Families that call ``torch.nn.functional.dropout`` have no module that could be switched off; the noise of a
+    router has another name."""
     trained = [
         backend(learner=LearnerConfig(learning_rate=1e-2, gradient_checkpointing=checkpointing), model=model)
         for model in (from_config(config), from_config(config))
