@@ -67,7 +67,7 @@ def test_what_a_part_refuses_at_its_start_is_the_users_sentence() -> None:
     """A model that the engine cannot pass right ends the run with exit code 2, like any wrong setting."""
     said = "generator.engine=hf cannot run XForCausalLM: it is never right; choose another model."
     for error, kind, code in ((ConfigError(said), RefusedStartError, 2), (RuntimeError(said), ReplicaError, 1)):
-        trace = "".join(traceback.format_exception(error))
+        trace = "Traceback (most recent call last):\n" + "".join(traceback.format_exception(error))
         found = translated("generator-0", ActorDiedError(cause=RayTaskError("__init__", trace, error)))
         assert type(found) is kind and isinstance(found, ReplicaError) and found.exit_code == code
         assert said in str(found) and ("could not start" in str(found)) == (code == 1)
