@@ -105,7 +105,7 @@ def stated_ends(config: ModelConfig) -> list[int]:
     stated: list[Any] = []
     with suppress(OSError):  # it has none
         stated.append(transformers.GenerationConfig.from_pretrained(folder).eos_token_id)
-    with suppress(OSError, ValueError):  # whoever loads the model reports it
+    with suppress(OSError, ValueError):  # the load of the model reports it
         plain, _ = transformers.PretrainedConfig.get_config_dict(folder)
         inner = plain.get("text_config")
         stated += [plain.get("eos_token_id"), inner.get("eos_token_id") if isinstance(inner, dict) else None]

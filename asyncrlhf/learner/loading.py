@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from asyncrlhf.data.weight_files import WeightFiles
+from asyncrlhf.learner.model_pass import name_of_trunk
 from asyncrlhf.learner.spans import local_spans, overlaps
 
 
@@ -93,7 +94,7 @@ def _renew(module: nn.Module, made: Callable[[torch.Tensor], torch.Tensor]) -> N
 def name_in_files(name: str, model: transformers.PreTrainedModel, files: WeightFiles) -> str | None:
     """The name in the files of a parameter of a policy (``model.*``) or a critic (``trunk.*``)."""
     part, _, rest = name.partition(".")
-    known = f"{model.base_model_prefix}.{rest}" if part == "trunk" else rest
+    known = f"{name_of_trunk(model)}.{rest}".lstrip(".") if part == "trunk" else rest
     return known if known in files.names else None
 
 

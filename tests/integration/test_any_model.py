@@ -17,7 +17,7 @@ from tests.unit.engines.families import family
 SYNC = (
     "runtime=local", "async.mode=sync", "steps=2", "batch_size=8", "num_generations=4", "generator.slots=8",
     "generator.max_completion_length=20", "weights.audit_every=1", "learner.learning_rate=1e-3", "eval_every=0",
-    "reward.kind=python", "reward.target=tests.integration.test_any_model:share_of_digits",
+    "reward.kind=python", "reward.target=tests.reward_functions:one_for_digits",
 )  # fmt: skip
 # Each was wrong, or ended in a Python error, before sequences were compared with each one alone: windows, a leak
 # through convolutions, states or linear attention, dropout, chunks, keyword arguments that are lost, no interface.
@@ -32,11 +32,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bloom": {},
     "mamba": {},
 }
-
-
-def share_of_digits(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    """A reward that random answers get in different amounts."""
-    return [sum(letter.isdigit() for letter in text) / (len(text) or 1) for text in completions]
 
 
 def checkpoint(folder: Path, name: str, **sizes: Any) -> Path:

@@ -187,7 +187,12 @@ def sharded(rank: int, ranks: int, settings: dict[str, Any]) -> tuple[bool, dict
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"sharding": "fsdp2"}, {"backend": "deepspeed", "zero_stage": 3}], ids=["ddp", "fsdp2", "zero3"]
+    "settings",
+    [
+        pytest.param({}, id="ddp", marks=pytest.mark.thorough),
+        pytest.param({"sharding": "fsdp2"}, id="fsdp2"),
+        pytest.param({"backend": "deepspeed", "zero_stage": 3}, id="zero3", marks=pytest.mark.thorough),
+    ],
 )
 def test_two_ranks_that_pass_one_sequence_at_a_time_train_as_one(settings: dict[str, Any]) -> None:
     packing, alone = sharded(0, 1, {})
