@@ -14,7 +14,8 @@ from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.data.vocabulary import sampled_vocabulary
-from asyncrlhf.engines.engine import AdapterMerge, build_engine
+from asyncrlhf.engines.build_engine import build_engine
+from asyncrlhf.engines.engine import AdapterMerge
 from asyncrlhf.engines.generator_config import GeneratorConfig
 from asyncrlhf.engines.memory_share import with_share
 from asyncrlhf.transport.build_transport import build_receiver, streams

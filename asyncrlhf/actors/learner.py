@@ -63,9 +63,9 @@ class LearnerSpec(BackendSpec):
 def load_models(spec: LearnerSpec, device: str) -> dict[str, Any]:
     """``model``, ``reference`` and ``files`` of a :class:`TorchBackend`: without weights if it reads its shards itself,
     else whole. The trained model is float32, a frozen reference has the model's own dtype."""
+    from asyncrlhf.data.blank_model import load_blank
     from asyncrlhf.data.pretrained import load_policy
     from asyncrlhf.data.vocabulary import limit_vocabulary
-    from asyncrlhf.data.weight_files import load_blank
 
     learner, own_reference = spec.learner, spec.algorithm.needs_reference and not spec.reference_served
     kinds = {"model": torch.float32} | ({"reference": getattr(torch, spec.model.dtype)} if own_reference else {})

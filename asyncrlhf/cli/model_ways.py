@@ -21,7 +21,7 @@ from asyncrlhf.data.shrinking import WINDOW
 from asyncrlhf.engines.hf import HFEngine
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.forward import PackedInputs
+from asyncrlhf.learner.inputs import PackedInputs
 from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.types import GenerationRequest, IntArray, Prompt, Rollout, SamplingParams, TrainSample

@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
 from asyncrlhf.cli.main import ended_by
-from asyncrlhf.cli.train import draw, run
+from asyncrlhf.cli.one_run import draw, run
 from asyncrlhf.config.compose import CONFIG_NAME, compose_config, search_path_override, sweep_jobs
 from asyncrlhf.config.conversion import conf_folder, from_hydra, register_schema
 from asyncrlhf.errors import ContradictionError

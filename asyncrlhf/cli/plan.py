@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from asyncrlhf.cli.plan_space import clusters_of, layout_of, node_labels, shape_of, space_of
 from asyncrlhf.cli.simulate import Parser, changed, fitted_costs, settings_of_run, sharing, workload_of
 from asyncrlhf.config.compose import check_words, compose_config, split_config_dir
-from asyncrlhf.config.sharing import KEEPS_MEMORY
+from asyncrlhf.config.run_config import KEEPS_MEMORY
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
 from asyncrlhf.validation import check, check_folder_name, typed_path

@@ -87,7 +87,7 @@ def _closing(record: SweepRecord, states: Counter[str]) -> list[str]:
             lines.append(f"{job.name} {job.state}: {job.note} (see {record.folder / job.folder}/output.log)")
     if not states["done"]:
         return lines
-    from asyncrlhf.cli.train import draw
+    from asyncrlhf.cli.one_run import draw
     from asyncrlhf.sweeps.results import read_results
     from asyncrlhf.sweeps.sentences import sentences, write_results
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 
-from asyncrlhf.cli.first_look import first_look, say
+from asyncrlhf.cli.one_run import run
 from asyncrlhf.config.compose import check_words, compose_config, load_config, split_config_dir
-from asyncrlhf.config.run_config import RunConfig
-from asyncrlhf.errors import AsyncRLHFError, ConfigError, full_disk
-from asyncrlhf.redaction import redact
+from asyncrlhf.errors import ConfigError
 
 # Flags that only Hydra's own command line handles; SHOW_FLAGS take an argument.
 SWEEP_FLAGS = {"-m", "--multirun"}
@@ -18,8 +15,6 @@ SHOW_FLAGS = {"--cfg", "-c", "--package", "-p", "--info", "-i"}
 CFG_WORDS = ("job", "hydra", "all")
 OTHER_FLAGS = {"--hydra-help", "--version", "--resolve"}
 HELP_FLAGS = {"-h", "--help"}
-# Errors of drawing unforeseen figures or of full disks; the run itself is done and safe by then.
-REPORT_TROUBLE = (AsyncRLHFError, ArithmeticError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -60,32 +55,3 @@ def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         if flag in ("--cfg", "-c") and word not in CFG_WORDS:
             raise ConfigError(f"{flag} {word} shows nothing; allowed: {', '.join(CFG_WORDS)}.")
     return flags, overrides
-
-
-def run(config: RunConfig) -> int:
-    first_look(config)
-    if config.run_dir and config.checkpoint.resume == "no":
-        from asyncrlhf.records.record_marker import refuse_used_folder
-
-        refuse_used_folder(Path(config.run_dir))
-    say(config, "Loading PyTorch, transformers and Ray, then checking model, data and rewards.")
-    from asyncrlhf.orchestrator.run import train
-    from asyncrlhf.records.summary import plain_words
-
-    summary = train(config)
-    print(plain_words(summary))
-    if config.logging.report and summary["exit_reason"] == "done":
-        print(draw([Path(summary["run_dir"])]))
-    return 130 if summary["exit_reason"] == "interrupted" else 0
-
-
-def draw(folders: Sequence[Path], out: Path | None = None) -> str:
-    """Draw the report of runs that ended well; returns a sentence with its place, or with the reason of a failure."""
-    from asyncrlhf.report.html import build_report
-
-    try:
-        return f"Report: {build_report(folders, out)}"
-    except REPORT_TROUBLE as error:
-        shown = " ".join(map(str, folders))
-        cause = full_disk(error) or f"{type(error).__name__}: {error}"
-        return f"The report could not be drawn ({redact(cause)}); try: asyncrlhf report {shown}"

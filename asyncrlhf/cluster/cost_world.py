@@ -6,12 +6,19 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from asyncrlhf.cluster.shared_cores import Cores, SharedCores
 
-if TYPE_CHECKING:
-    from asyncrlhf.cluster.cost_parts import CostGenerator
+
+class Replica(Protocol):
+    """A simulated replica as the others see it."""
+
+    working: bool  # on a core, sampling
+
+    def catch_up(self) -> object:
+        """Do the work that the time since the last call allows."""
+        ...
 
 
 class Costs(Protocol):
@@ -98,7 +105,7 @@ class World:
         self.costs, self.lengths, self.conditions = costs, lengths, conditions
         self.random = random.Random(seed)
         self.training = False
-        self.generators: dict[str, CostGenerator] = {}
+        self.generators: dict[str, Replica] = {}
         self.wake: dict[str, Callable[[], None]] = {}  # by replica: look again when the next sequence ends
         given = conditions.cores
         self._cores = None if given is None else SharedCores(given, self._catch_up, self._wake)
@@ -118,7 +125,7 @@ class World:
         beside = self.conditions.interference[1] if self.training else 1.0
         return beside / (1.0 if self._cores is None else self._cores.warm_share)
 
-    def at_work(self, replica: CostGenerator, working: bool) -> None:
+    def at_work(self, replica: Replica, working: bool) -> None:
         """The replica begins or ends to use a core."""
         if working != replica.working:
             if self._cores is not None:

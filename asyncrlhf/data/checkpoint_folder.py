@@ -3,7 +3,6 @@ above all torch, for processes that do not run a model."""
 
 from __future__ import annotations
 
-import json
 import re
 from contextlib import suppress
 from functools import lru_cache
@@ -111,29 +110,6 @@ def stated_ends(config: ModelConfig) -> list[int]:
         stated += [plain.get("eos_token_id"), inner.get("eos_token_id") if isinstance(inner, dict) else None]
     found = [token for given in stated for token in (given if isinstance(given, list | tuple) else [given])]
     return list(dict.fromkeys(token for token in found if isinstance(token, int) and token >= 0))
-
-
-def check_weights(folder: str, key: str) -> None:
-    """Raise ConfigError if a local checkpoint's weights are incomplete, by the headers of its safetensors files;
-    reads no weights. Other formats and hub names are not checked."""
-    local = Path(folder)
-    if not local.is_dir():
-        return
-    index = local / "model.safetensors.index.json"
-    try:
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.is_file() else set()
-    except (OSError, ValueError, LookupError, AttributeError) as error:
-        raise ConfigError(f"{key}={folder}: {index.name} cannot be read: {error}.") from error
-    for file in [*(local / str(name) for name in sorted(shards)), *sorted(local.glob("*.safetensors"))]:
-        try:
-            with file.open("rb") as opened:
-                size = int.from_bytes(opened.read(8), "little")
-                header = json.loads(opened.read(min(size, file.stat().st_size)))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{key}={folder}: {file.name} is not a complete safetensors file ({error}).") from error
-        wanted, there = 8 + size + max(ends, default=0), file.stat().st_size
-        check(there >= wanted, f"{key}={folder}: {file.name} is cut off: it has {there:,} of {wanted:,} bytes.")
 
 
 def load_shape(config: ModelConfig) -> transformers.PretrainedConfig:

@@ -9,12 +9,13 @@ import torch
 import transformers
 
 from asyncrlhf.data.adapter import add_adapter
-from asyncrlhf.data.checkpoint_folder import check_weights, from_pretrained, load_shape, load_tokenizer, resolve
+from asyncrlhf.data.checkpoint_folder import from_pretrained, load_shape, load_tokenizer, resolve
 from asyncrlhf.data.converted import quantisation, refuse_missing_weights
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.more_heads import forget_heads
 from asyncrlhf.data.routes import Routers
 from asyncrlhf.data.vocabulary import end_tokens, limit_vocabulary
+from asyncrlhf.data.weight_files import check_weights
 from asyncrlhf.validation import check, did_you_mean
 
 

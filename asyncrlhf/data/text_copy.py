@@ -28,9 +28,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from asyncrlhf.data.checkpoint_folder import check_weights
 from asyncrlhf.data.text_part import TextPart, find_text_part
-from asyncrlhf.data.weight_files import WeightFiles, tied_names
+from asyncrlhf.data.weight_files import WeightFiles, check_weights, tied_names
 from asyncrlhf.validation import check
 
 INDEX = "model.safetensors.index.json"

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import torch
-import transformers
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from asyncrlhf.data.checkpoint_folder import load_shape, resolve
-from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.more_heads import forget_heads, more_heads
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.validation import check
 
 
 class WeightFiles:
@@ -54,32 +51,30 @@ class WeightFiles:
             raise ConfigError(f"model.path={self.folder}: {name} cannot be read: {error}.") from error
 
 
-def load_blank(config: ModelConfig, dtype: torch.dtype) -> tuple[transformers.PreTrainedModel, WeightFiles] | None:
-    """The model in ``eval()``, with its parameters on the device ``meta`` and its computed buffers, and the files
-    with the parameters; None if only transformers can load it.
-
-    That is so for hub names, arguments of ``from_pretrained``, tensors that transformers renames, splits or joins
-    while loading (fused experts, quantised weights), and a checkpoint that lacks some.
-    """
-    folder, shape = Path(resolve(config.path)), load_shape(config)
-    if config.model_init_kwargs or not folder.is_dir() or getattr(shape, "quantization_config", None):
-        return None
-    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "dtype": dtype}
-    with accelerate.init_empty_weights(include_buffers=False):
-        model = transformers.AutoModelForCausalLM.from_config(shape, **options)
-    model.tie_weights()  # again: a parameter on ``meta`` is replaced by a new object each time it is set
-    files = WeightFiles(folder)
-    persistent = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
-    read = files.names - tied_names(model) - set(more_heads(files.names, shape))
-    if persistent or {name for name, _ in model.named_parameters()} != read:
-        return None
-    forget_heads(model.config)
-    if model.can_generate() and (folder / "generation_config.json").is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-    return model.eval(), files
-
-
 def tied_names(model: nn.Module) -> set[str]:
     """The other names of parameters that have several; a file may hold them or not."""
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return every - {name for name, _ in model.named_parameters()}
+
+
+def check_weights(folder: str, key: str) -> None:
+    """Raise ConfigError if a local checkpoint's weights are incomplete, by the headers of its safetensors files;
+    reads no weights. Other formats and hub names are not checked."""
+    local = Path(folder)
+    if not local.is_dir():
+        return
+    index = local / "model.safetensors.index.json"
+    try:
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.is_file() else set()
+    except (OSError, ValueError, LookupError, AttributeError) as error:
+        raise ConfigError(f"{key}={folder}: {index.name} cannot be read: {error}.") from error
+    for file in [*(local / str(name) for name in sorted(shards)), *sorted(local.glob("*.safetensors"))]:
+        try:
+            with file.open("rb") as opened:
+                size = int.from_bytes(opened.read(8), "little")
+                header = json.loads(opened.read(min(size, file.stat().st_size)))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{key}={folder}: {file.name} is not a complete safetensors file ({error}).") from error
+        wanted, there = 8 + size + max(ends, default=0), file.stat().st_size
+        check(there >= wanted, f"{key}={folder}: {file.name} is cut off: it has {there:,} of {wanted:,} bytes.")

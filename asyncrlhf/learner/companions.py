@@ -18,7 +18,8 @@ from torch import nn
 from asyncrlhf.data.packing import microbatch_indices, pack
 from asyncrlhf.data.plain_pass import set_attention
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.learner.forward import PackedInputs, PackedPolicy
+from asyncrlhf.learner.forward import PackedPolicy
+from asyncrlhf.learner.inputs import PackedInputs
 from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.model_pass import last_hidden, trunk_of
 from asyncrlhf.learner.output_layer import use_float32_head

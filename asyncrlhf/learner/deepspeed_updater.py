@@ -16,7 +16,8 @@ from torch import nn
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner import checkpoint
 from asyncrlhf.learner.distributed import Shards, barrier, init_single_process_group, padded
-from asyncrlhf.learner.forward import PackedInputs, TokenFacts
+from asyncrlhf.learner.forward import TokenFacts
+from asyncrlhf.learner.inputs import PackedInputs
 from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.loading import hold_places, in_turn
 from asyncrlhf.learner.optimizers import build_optimizer

@@ -13,7 +13,7 @@ from asyncrlhf.data.plain_pass import takes, uncached
 from asyncrlhf.learner.attention import IMPLEMENTATION, PackedLayout
 
 if TYPE_CHECKING:
-    from asyncrlhf.learner.forward import PackedInputs
+    from asyncrlhf.learner.inputs import PackedInputs
 
 
 def is_packed(model: Any) -> bool:

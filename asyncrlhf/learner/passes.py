@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from asyncrlhf.data.packing import microbatch_indices
-from asyncrlhf.learner.forward import PackedInputs, TokenFacts
+from asyncrlhf.learner.forward import TokenFacts
+from asyncrlhf.learner.inputs import PackedInputs
 from asyncrlhf.learner.plan import Microbatch, ResponseTokens, StepPlan, cut_answers
 from asyncrlhf.types import FloatArray
 

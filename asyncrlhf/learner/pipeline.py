@@ -21,7 +21,8 @@ from torch import nn
 
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.distributed import Peers, Shards, whole
-from asyncrlhf.learner.forward import PackedInputs, PackedPolicy, TokenFacts
+from asyncrlhf.learner.forward import PackedPolicy, TokenFacts
+from asyncrlhf.learner.inputs import PackedInputs
 from asyncrlhf.learner.model_fits import check_layers
 from asyncrlhf.learner.spans import Part
 

@@ -13,7 +13,8 @@ from asyncrlhf.algorithms.heads import pair
 from asyncrlhf.algorithms.masked import group_reduce
 from asyncrlhf.data.packing import microbatch_indices, minibatch_indices, select, sequence_lengths
 from asyncrlhf.learner.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
-from asyncrlhf.learner.forward import PackedInputs, TokenFacts
+from asyncrlhf.learner.forward import TokenFacts
+from asyncrlhf.learner.inputs import PackedInputs
 from asyncrlhf.types import IntArray, TrainBatch
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from asyncrlhf.learner.attention import Layout, PackedLayout
 from asyncrlhf.learner.distributed import Peers
-from asyncrlhf.learner.forward import PackedInputs
+from asyncrlhf.learner.inputs import PackedInputs
 from asyncrlhf.learner.ring import ring_attention
 from asyncrlhf.learner.ring_plan import RingPlan, plan_ring
 

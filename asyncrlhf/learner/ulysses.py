@@ -16,7 +16,7 @@ import transformers
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.attention import Layout, PackedLayout, packed_attention
 from asyncrlhf.learner.distributed import Peers
-from asyncrlhf.learner.forward import PackedInputs
+from asyncrlhf.learner.inputs import PackedInputs
 from asyncrlhf.learner.model_fits import check_heads_of_sequence, heads_of
 from asyncrlhf.learner.sequence import SequenceParallel, part_of
 

@@ -24,9 +24,9 @@ from asyncrlhf.data.plain_pass import (
 from asyncrlhf.data.vocabulary import sampled_ids
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.forward import PackedInputs, PackedPolicy
-from asyncrlhf.learner.layout_checks import check_whole_sequences
-from asyncrlhf.learner.learner_config import LearnerConfig
+from asyncrlhf.learner.forward import PackedPolicy
+from asyncrlhf.learner.inputs import PackedInputs
+from asyncrlhf.learner.learner_config import LearnerConfig, check_whole_sequences
 from asyncrlhf.learner.model_pass import is_packed
 from asyncrlhf.learner.passes import ForwardPasses
 from asyncrlhf.types import IntArray

@@ -17,7 +17,7 @@ from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.vocabulary import end_tokens, sampled_vocabulary
-from asyncrlhf.learner.layout_checks import PARALLEL
+from asyncrlhf.learner.learner_config import PARALLEL
 from asyncrlhf.orchestrator.controller import Controller, Outcome
 from asyncrlhf.orchestrator.heldout import HeldOut
 from asyncrlhf.records.callbacks import Callbacks

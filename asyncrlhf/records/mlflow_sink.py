@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrlhf.records.metric_names import titled
-from asyncrlhf.records.sinks import RunFacts
+from asyncrlhf.records.sink import RunFacts
 
 _ID_FILE = "mlflow-run-id.txt"
 _PARAMS_A_CALL, _VALUE_LENGTH = 100, 500  # limits of every MLflow server

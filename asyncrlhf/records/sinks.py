@@ -8,57 +8,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrlhf.config.environment_config import LoggingConfig
 from asyncrlhf.plugins import load_function
 from asyncrlhf.records.recorder import METRICS_FILE, plain, read_metrics
+from asyncrlhf.records.sink import RunFacts, Sink
 from asyncrlhf.validation import check_package
 
 FINISH_SECONDS = 90.0  # for a sink to send its queue after the run's end
 ABANDONED_TIMES = 10  # every 0.5 s until the sink's thread ends: its library may start a process again
 # Running totals, as further axes for curves, and the metrics of a step that they sum.
 TOTALS = {"total/samples": "sequences", "total/tokens": "response_tokens"}
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """The facts that a sink is started with.
-
-    ``config``: the resolved settings, as config.yaml holds them. ``stage``: train, sft or reward-model. ``start_step``:
-    steps that were done before; 0 unless the run is resumed. ``say`` shows the user one sentence, on the terminal and
-    in the summary.
-    """
-
-    run_dir: Path
-    config: Mapping[str, Any]
-    stage: str
-    start_step: int
-    say: Callable[[str], None]
-
-
-class Sink(Protocol):
-    """Receives a run's metrics. ``logging.sinks=[my_module:MySink]`` calls ``MySink()`` and then, in one thread, these
-    three methods. An exception in one of them switches the sink off, but the run continues; ``finish`` is still
-    called. A method ``abandon()``, if there is one, is called from another thread when ``finish`` takes too long: it
-    ends the sink's processes, so that none outlives the run."""
-
-    def start(self, run: RunFacts) -> None:
-        """Called once, before any metrics."""
-        ...
-
-    def log(self, metrics: Mapping[str, Any]) -> None:
-        """One line: a learner step's as in metrics.jsonl, or a held-out evaluation before the first step or after the
-        last. ``step`` is always present, ``total/samples`` and ``total/tokens`` if known, and only finite values."""
-        ...
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Called once, with the content of summary.json."""
-        ...
 
 
 def check_sinks(logging: LoggingConfig) -> None:

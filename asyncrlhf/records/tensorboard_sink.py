@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrlhf.records.metric_names import titled
-from asyncrlhf.records.sinks import RunFacts
+from asyncrlhf.records.sink import RunFacts
 
 
 class TensorboardSink:

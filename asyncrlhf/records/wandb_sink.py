@@ -16,7 +16,7 @@ from asyncrlhf.config.environment_config import LoggingConfig
 from asyncrlhf.records.checkpoint import LEARNER_FOLDER, list_checkpoints
 from asyncrlhf.records.metric_names import titled
 from asyncrlhf.records.recorder import ROLLOUTS_FOLDER
-from asyncrlhf.records.sinks import RunFacts
+from asyncrlhf.records.sink import RunFacts
 from asyncrlhf.redaction import redact
 
 _ID_FILE = "run-id.txt"

@@ -16,7 +16,8 @@ from asyncrlhf.records.evaluations import EVALUATIONS_FOLDER
 from asyncrlhf.records.recorder import CONFIG_FILE, METRICS_FILE, ROLLOUTS_FOLDER, read_metrics
 from asyncrlhf.report import load
 from asyncrlhf.report.load import flatten
-from asyncrlhf.sweeps.record import is_sweep, read_summary
+from asyncrlhf.sweeps.job import read_summary
+from asyncrlhf.sweeps.record import is_sweep
 from asyncrlhf.sweeps.results import read_results
 from asyncrlhf.sweeps.sentences import figures, sentences
 from asyncrlhf.validation import check

@@ -10,8 +10,8 @@ from typing import Any
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.recorder import CONFIG_FILE, METRICS_FILE
 from asyncrlhf.report.load import read_yaml
+from asyncrlhf.sweeps.job import read_summary
 from asyncrlhf.sweeps.plan import WITHOUT_EFFECT
-from asyncrlhf.sweeps.record import read_summary
 from asyncrlhf.sweeps.results import Results, results_of
 
 MULTIRUN_FILE = "multirun.yaml"

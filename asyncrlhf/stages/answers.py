@@ -15,7 +15,8 @@ from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.data.vocabulary import sampled_vocabulary
-from asyncrlhf.engines.engine import build_engine, said_ids
+from asyncrlhf.engines.build_engine import build_engine
+from asyncrlhf.engines.engine import said_ids
 from asyncrlhf.orchestrator.dispatch import request_seed
 from asyncrlhf.redaction import redact
 from asyncrlhf.types import Annotation, FinishReason, GenerationRequest, Prompt, Rollout, SamplingParams

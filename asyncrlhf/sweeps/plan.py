@@ -21,6 +21,7 @@ from asyncrlhf.config.sweep_config import SweepConfig
 from asyncrlhf.errors import ConfigError, ContradictionError
 from asyncrlhf.records.metric_names import find_metric
 from asyncrlhf.redaction import redact
+from asyncrlhf.sweeps.job import Job
 from asyncrlhf.sweeps.search import Search
 from asyncrlhf.sweeps.space import Axis, split_space
 from asyncrlhf.validation import check
@@ -28,24 +29,6 @@ from asyncrlhf.validation import check
 # Settings that do not change what a job computes, so that no sweep can compare them.
 WITHOUT_EFFECT = ("run_dir", "name", "logging", "checkpoint", "sweep")
 _MAX_NAME = 120
-
-
-@dataclass(frozen=True)
-class Job:
-    """One run of a sweep. ``choices``: the settings that differ between the jobs of its grid, without the seed."""
-
-    name: str
-    part: str
-    timing: str
-    choices: dict[str, str]
-    seed: int
-    overrides: tuple[str, ...]
-    config: RunConfig
-    hash: str
-
-    @property
-    def exclusive(self) -> bool:
-        return self.timing == "exclusive"
 
 
 @dataclass(frozen=True)

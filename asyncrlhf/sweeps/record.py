@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +17,15 @@ from asyncrlhf.config.conversion import conf_folder, to_plain
 from asyncrlhf.config.inputs import digest_of, named_files
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.checkpoint import list_checkpoints
-from asyncrlhf.records.recorder import SUMMARY_FILE, write_atomically
+from asyncrlhf.records.recorder import write_atomically
 from asyncrlhf.records.summary import git_state
 from asyncrlhf.redaction import redacted
-from asyncrlhf.sweeps.plan import Job, SweepPlan
+from asyncrlhf.sweeps.job import Job, JobRecord, read_summary
+from asyncrlhf.sweeps.plan import SweepPlan
 
 SWEEP_FILE, LOCK_FILE, JOBS_FOLDER = "sweep.json", ".lock", "jobs"
 FORMAT = 1
 PACKAGE = Path(__file__).resolve().parents[1]
-
-
-@dataclass
-class JobRecord:
-    """One job's line in ``sweep.json``.
-
-    ``state``: pending, running, done, failed or interrupted. ``folder``: of the last attempt, below the sweep's;
-    ``seconds``: of the last attempt, start-up included; ``note``: why it did not end well.
-    """
-
-    name: str
-    hash: str
-    part: str
-    timing: str
-    choices: dict[str, str]
-    seed: int
-    overrides: list[str]
-    state: str = "pending"
-    attempts: int = 0
-    folder: str = ""
-    seconds: float = 0.0
-    note: str = ""
-    config: dict[str, Any] = field(default_factory=dict)
 
 
 class SweepRecord:
@@ -181,14 +159,6 @@ def read_sweep(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read ({error}); was it edited by hand?") from error
     return document
-
-
-def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def after_a_kill(run_dir: Path) -> str:

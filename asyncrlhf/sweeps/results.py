@@ -16,7 +16,8 @@ from typing import Any
 
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
-from asyncrlhf.sweeps.record import after_a_kill, is_owned, read_summary, read_sweep
+from asyncrlhf.sweeps.job import read_summary
+from asyncrlhf.sweeps.record import after_a_kill, is_owned, read_sweep
 from asyncrlhf.sweeps.search import objective
 
 # Settings that affect staleness. All other choices are the method, which is compared.

@@ -13,7 +13,8 @@ from typing import Any
 from asyncrlhf.config.compose import quoted
 from asyncrlhf.config.environment_config import MAX_TAG
 from asyncrlhf.sweeps.devices import Devices, needs
-from asyncrlhf.sweeps.plan import Job, SweepPlan
+from asyncrlhf.sweeps.job import Job
+from asyncrlhf.sweeps.plan import SweepPlan
 from asyncrlhf.sweeps.record import SweepRecord
 from asyncrlhf.sweeps.table import SweepTable
 from asyncrlhf.sweeps.worker import END_SECONDS, LOG_FILE, Answer, Order, Worker

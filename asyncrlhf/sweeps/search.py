@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from optuna import Study
     from optuna.distributions import BaseDistribution
 
-    from asyncrlhf.sweeps.plan import Job
-    from asyncrlhf.sweeps.record import JobRecord
+    from asyncrlhf.sweeps.job import Job, JobRecord
 
 TAIL = 10  # the objective is the mean of a metric over the last tenth of the steps
 _SEEDS_APART = 100_003  # between the samplers of two searches, so that neighbours share no suggestions
@@ -124,7 +123,7 @@ class Search:
 def objective(run_dir: Path, name: str) -> float | None:
     """The objective of a finished run: the held-out accuracy after training, or a metric's mean over the last tenth of
     the steps; None if the run has none."""
-    from asyncrlhf.sweeps.record import read_summary
+    from asyncrlhf.sweeps.job import read_summary
 
     summary = read_summary(run_dir) or {}
     if name == "heldout_accuracy":

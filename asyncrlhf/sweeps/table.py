@@ -15,7 +15,8 @@ from rich.table import Table
 
 from asyncrlhf.records.recorder import METRICS_FILE
 from asyncrlhf.records.summary import duration
-from asyncrlhf.sweeps.record import JobRecord, SweepRecord
+from asyncrlhf.sweeps.job import JobRecord
+from asyncrlhf.sweeps.record import SweepRecord
 
 TAIL_BYTES = 16384  # of a metrics file: more than its last line
 SHOWN_JOBS = 24  # lines on a terminal; finished jobs are left out first

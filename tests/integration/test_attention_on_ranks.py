@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from asyncrlhf.learner.deepspeed_updater import _import_deepspeed
 from asyncrlhf.learner.distributed import Peers
-from asyncrlhf.learner.forward import PackedInputs, PackedPolicy
+from asyncrlhf.learner.forward import PackedPolicy
+from asyncrlhf.learner.inputs import PackedInputs
 from asyncrlhf.learner.mesh import Mesh
 from asyncrlhf.learner.sequence import ContextParallel
 from asyncrlhf.learner.tensor_parallel import deal_out_model

@@ -19,7 +19,7 @@ from asyncrlhf.cli.plan_files import experiment
 from asyncrlhf.cli.plan_space import clusters_of
 from asyncrlhf.cli.simulate import changed
 from asyncrlhf.config.compose import compose_config, load_config
-from asyncrlhf.config.sharing import KEEPS_MEMORY
+from asyncrlhf.config.run_config import KEEPS_MEMORY
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.run import train
 from asyncrlhf.planner.choose import Space

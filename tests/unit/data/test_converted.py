@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 
 from asyncrlhf.data import converted
+from asyncrlhf.data.blank_model import load_blank
 from asyncrlhf.data.checkpoint_folder import load_tokenizer, resolve
 from asyncrlhf.data.checkpoint_notes import checkpoint_notes
 from asyncrlhf.data.data_config import LoraConfig as OwnLora
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import check_model, load_model, load_policy
-from asyncrlhf.data.weight_files import load_blank
 from asyncrlhf.errors import ConfigError
 from tests.found import TOKENS, edit, found
 from tests.numeric import FLOAT32, assert_close

@@ -11,12 +11,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from asyncrlhf.data.blank_model import load_blank
 from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.checkpoint_notes import checkpoint_notes
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.more_heads import more_heads
 from asyncrlhf.data.pretrained import check_model, load_model
-from asyncrlhf.data.weight_files import load_blank
 from asyncrlhf.engines.engine import load_named_weights, named_weights
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.checkpoint import export_model

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
 
 from asyncrlhf.data import text_copy
+from asyncrlhf.data.blank_model import load_blank
 from asyncrlhf.data.checkpoint_folder import load_tokenizer, named, resolve
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import check_model, load_model
 from asyncrlhf.data.text_copy import put_back
-from asyncrlhf.data.weight_files import load_blank
 from asyncrlhf.errors import ConfigError
 from tests.composites import FAMILIES, composite, save_composite
 from tests.loop import run

@@ -6,7 +6,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.engines.engine import build_engine
+from asyncrlhf.engines.build_engine import build_engine
 from asyncrlhf.engines.fake import FakeEngine
 from asyncrlhf.engines.generator_config import GeneratorConfig
 from asyncrlhf.engines.hf import HFEngine

@@ -27,7 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from asyncrlhf.data.packing import select
 from asyncrlhf.learner import tiles
-from asyncrlhf.learner.forward import PackedInputs
+from asyncrlhf.learner.inputs import PackedInputs
 from asyncrlhf.learner.model_pass import checkpoint_layers
 from asyncrlhf.learner.wall import choose_policy
 from asyncrlhf.types import TrainBatch

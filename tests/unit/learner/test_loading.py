@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GraniteConfig
 
+from asyncrlhf.data.blank_model import load_blank
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
-from asyncrlhf.data.weight_files import WeightFiles, load_blank
+from asyncrlhf.data.weight_files import WeightFiles
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.distributed import barrier

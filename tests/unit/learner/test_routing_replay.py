@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from asyncrlhf.data.packing import pack
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.forward import PackedInputs, PackedPolicy
+from asyncrlhf.learner.forward import PackedPolicy
+from asyncrlhf.learner.inputs import PackedInputs
 from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.routing_replay import RoutingReplay
 from asyncrlhf.learner.torch_backend import TorchBackend

@@ -16,7 +16,8 @@ from asyncrlhf.data.vocabulary import limit_vocabulary
 from asyncrlhf.engines.hf import HFEngine
 from asyncrlhf.learner import forward
 from asyncrlhf.learner.companions import frozen_copy
-from asyncrlhf.learner.forward import PackedInputs, PackedPolicy
+from asyncrlhf.learner.forward import PackedPolicy
+from asyncrlhf.learner.inputs import PackedInputs
 from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams
 from tests.found import TOKENS, found
 from tests.numeric import FLOAT32, assert_close

@@ -18,7 +18,8 @@ from asyncrlhf.data.packing import minibatch_indices, pack, select
 from asyncrlhf.learner import forward
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.companions import ReferencePolicy
-from asyncrlhf.learner.forward import PackedInputs, PackedPolicy
+from asyncrlhf.learner.forward import PackedPolicy
+from asyncrlhf.learner.inputs import PackedInputs
 from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.records.checkpoint import CheckpointWriter, read_checkpoint
 from asyncrlhf.records.record_marker import RecordMarker

@@ -1,0 +1,68 @@
+"""Builds the engine that the settings name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from asyncrlhf.data.data_config import ModelConfig
+from asyncrlhf.engines.engine import Decode, Engine
+from asyncrlhf.engines.generator_config import GeneratorConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from asyncrlhf.engines.fake import AnswerIds
+
+
+def build_engine(
+    config: GeneratorConfig,
+    model: ModelConfig,
+    *,
+    load_model: Callable[[ModelConfig], PreTrainedModel],
+    vocab_size: int,
+    version: int = 0,
+    answer_ids: AnswerIds | None = None,
+    decode: Decode | None = None,
+    offloads: bool = False,
+    routes: bool = False,
+) -> Engine:
+    """``load_model`` and ``offloads`` are for the hf engine (vLLM loads the checkpoint itself); ``answer_ids`` is for
+    the fake engine, ``decode`` for stop texts. ``vocab_size``: ids from this one on are never sampled. ``routes``:
+    rollouts report the experts of each token."""
+    engine = _build(config, model, load_model, vocab_size, version, answer_ids, offloads, routes)
+    engine.decode = decode
+    return engine
+
+
+def _build(
+    config: GeneratorConfig,
+    model: ModelConfig,
+    load_model: Callable[[ModelConfig], PreTrainedModel],
+    vocab_size: int,
+    version: int,
+    answer_ids: AnswerIds | None,
+    offloads: bool,
+    routes: bool,
+) -> Engine:
+    if config.engine == "fake":
+        from asyncrlhf.engines.fake import FakeEngine
+
+        return FakeEngine(
+            config.fake, slots=config.slots, vocab_size=vocab_size, version=version, answer_ids=answer_ids
+        )
+    if config.engine == "vllm":
+        from asyncrlhf.engines.vllm_core import VllmCore
+        from asyncrlhf.engines.vllm_engine import VllmEngine
+
+        return VllmEngine(VllmCore(config, model, routes, vocab_size), slots=config.slots, version=version)
+    from asyncrlhf.engines.hf import HFEngine  # transformers takes seconds to import, and the fake engine needs none
+
+    return HFEngine(
+        load_model(model),
+        slots=config.slots,
+        version=version,
+        offloads=offloads,
+        routes=routes,
+        sampled=vocab_size,
+    )
