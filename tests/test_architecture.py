@@ -33,7 +33,7 @@ LAYERS = {
     "cluster": 8,
     "orchestrator": 9,
     "stages": 10, "sweeps": 10,
-    "cli": 11, "report": 11, "bench": 11, "__main__": 11, "__init__": 0,
+    "cli": 11, "report": 11, "bench": 11, "simulator": 11, "__main__": 11, "__init__": 0,
     "api": 12,
 }  # fmt: skip
 PLANNER = "planner"  # beside the layers: imports `types` only

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
-import yaml
-
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.data_config import refuse_missing_model
-from asyncrlhf.errors import ConfigError
 from asyncrlhf.plugins import load_function
-from asyncrlhf.records.history import as_given
-from asyncrlhf.records.recorder import CONFIG_FILE
-from asyncrlhf.validation import check
 
 
 def first_look(config: RunConfig) -> None:
@@ -38,20 +29,6 @@ def check_model_path(config: RunConfig) -> None:
     """Raise ConfigError for a model path that looks like a folder but does not exist."""
     if config.model.path not in ("tiny", "smollm2"):
         refuse_missing_model(config.model.path)
-
-
-def settings_of_run(named: str, run: Path) -> dict[str, Any]:
-    """The settings of the run's config.yaml, as they could be given again; raises ConfigError, naming the run by
-    ``named``, for a folder that holds none."""
-    path = run / CONFIG_FILE
-    check(path.is_file(), f"{named} holds no {CONFIG_FILE}; give the directory of a run.")
-    try:
-        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{named} has a {CONFIG_FILE} that cannot be read: {error}.") from error
-    whole = isinstance(saved, dict) and isinstance(saved.get("async"), dict)
-    check(whole, f"{named} has a {CONFIG_FILE} without settings of a run; give the directory of a run.")
-    return {**saved, "async": as_given(saved["async"])}
 
 
 def say(config: RunConfig, text: str) -> None:

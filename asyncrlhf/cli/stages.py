@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from asyncrlhf.cli.first_look import check_model_path, first_look, settings_of_run
+from asyncrlhf.cli.first_look import check_model_path, first_look
 from asyncrlhf.config.compose import changed, check_words, load_config
 from asyncrlhf.config.conversion import from_hydra
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.records.settings import recorded_settings
 from asyncrlhf.redaction import hidden_settings
 from asyncrlhf.validation import typed_path
 
@@ -174,7 +175,7 @@ def config_of_run(run: Path, overrides: Sequence[str]) -> RunConfig:
     from asyncrlhf.records.checkpoint import LEARNER_FOLDER, list_checkpoints
 
     check_words(overrides)
-    saved = settings_of_run(f"run={run}", run)
+    saved = recorded_settings(f"run={run}", run)
     found = list_checkpoints(run)
     if not found:
         raise ConfigError(f"run={run} holds no checkpoint: it has not ended, or had checkpoint.at_end=false.")

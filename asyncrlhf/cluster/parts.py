@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,11 +10,9 @@ from typing import TYPE_CHECKING
 from asyncrlhf.actors.annotator import RewardSpec
 from asyncrlhf.actors.learner import LearnerSpec
 from asyncrlhf.actors.model_annotators import CriticSpec, ReferenceSpec
-from asyncrlhf.actors.where import split_cores
 from asyncrlhf.actors.worker import GeneratorSpec
 from asyncrlhf.cluster.handles import Runtime
 from asyncrlhf.cluster.placement import Plan, Specs, make_plan, parts_of
-from asyncrlhf.cluster.shared_cores import Cores
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.engines.generator_config import GeneratorConfig, replica_kinds
 from asyncrlhf.errors import ConfigError
@@ -105,20 +102,6 @@ def specs(config: RunConfig, weights: WeightsConfig) -> Specs:
     )
     generators = generator_specs(config, weights)
     return Specs(generators, learner, reward, reference_spec(config), critic_spec(config, weights))
-
-
-def cores_of(config: RunConfig, available: Collection[int]) -> Cores | None:
-    """The cores that the parts of a run under Ray share on one machine with these cores; None if GPUs, an endpoint or
-    processes of vLLM do the work, whose time is not CPU time of the parts."""
-    away = config.generator.engine == "vllm" or config.reward.kind in ("http", "judge", "sum")
-    if config.runtime != "ray" or away or max(config.generator.gpus, config.learner.gpus) > 0:
-        return None
-    own, count = config.learner, len(available)
-    others = sum(p.cpus for p in parts_of(specs(config, config.weights), config.cluster) if p.kind != "learner")
-    dedicated = config.ray.dedicated_learner_cores and not placement_plan(config).sharing
-    if dedicated and (split := split_cores(available, own.ranks, own.threads, others)) is not None:
-        return Cores(len(split.others))
-    return Cores(count, own.ranks * max(1, own.threads))
 
 
 def build_runtime(config: RunConfig, run_dir: Path | None = None, workers: Workers | None = None) -> Runtime:

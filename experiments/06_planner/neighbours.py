@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrlhf.orchestrator.simulate import figures
 from asyncrlhf.planner.layout import Layout, overrides
 from asyncrlhf.records.recorder import read_metrics
+from asyncrlhf.simulator.simulate import figures
 
 BOUNDS = [0, 1, 2, 4, 8, 16]
 

@@ -28,14 +28,14 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from asyncrlhf.bench.overlap import LOAD, QUIET
-from asyncrlhf.cli.simulate import changed, config_of_run, settings_of_run
-from asyncrlhf.cluster.cost_world import Conditions
 from asyncrlhf.engines.generator_config import replica_kinds
-from asyncrlhf.orchestrator.simulate import figures, settled, simulate
 from asyncrlhf.planner.shapes import Workload
 from asyncrlhf.planner.tables import Fitted
 from asyncrlhf.records.cut_short import flights
 from asyncrlhf.records.recorder import read_metrics
+from asyncrlhf.simulator.cost_world import Conditions
+from asyncrlhf.simulator.given import changed, config_of_run, settings_of_run
+from asyncrlhf.simulator.simulate import figures, settled, simulate
 
 RUNS = {
     "default": ("steps=200",),

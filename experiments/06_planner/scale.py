@@ -12,12 +12,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from asyncrlhf.cluster.cost_world import Conditions
 from asyncrlhf.config.compose import load_config
-from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, in_cohorts, simulate
 from asyncrlhf.planner.shapes import Workload
 from asyncrlhf.planner.tables import Fitted
 from asyncrlhf.records.recorder import read_metrics
+from asyncrlhf.simulator.cost_world import Conditions
+from asyncrlhf.simulator.simulate import OVERRIDES, figures, in_cohorts, simulate
 
 # 8 GPUs of a 7B model at 64 sequences: 20 ms an iteration; a step of the learner takes as long as its batch's making.
 COSTS = Fitted((0.012, 1.2e-4, 0.0), (1.0, 1e-6), prefill_token=2e-5, snapshot=0.1, transfer=0.5, load=0.1)

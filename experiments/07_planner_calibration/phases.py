@@ -6,13 +6,13 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from asyncrlhf.bench.templates import MODELS
 from asyncrlhf.config.compose import load_config
-from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, simulate
 from asyncrlhf.planner.costs import CostModel
 from asyncrlhf.planner.shapes import Workload, cluster_of
 from asyncrlhf.planner.tables import Fitted
 from asyncrlhf.records.recorder import read_metrics
+from asyncrlhf.simulator.simulate import OVERRIDES, figures, simulate
+from asyncrlhf.simulator.templates import MODELS
 
 STEP, GENERATION, LOGPROBS, UPDATE = 365.0, 151.0, 70.0, 133.0  # seconds; 7B, 64 GPUs
 TOKENS = 64  # of every simulated response: the real lengths are not known

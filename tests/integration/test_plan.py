@@ -14,10 +14,6 @@ import yaml
 from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 
 from asyncrlhf.cli.main import main
-from asyncrlhf.cli.plan import SimulatedRuns, Task, simulated_run
-from asyncrlhf.cli.plan_files import experiment
-from asyncrlhf.cli.plan_space import clusters_of
-from asyncrlhf.cli.simulate import changed
 from asyncrlhf.config.compose import compose_config, load_config
 from asyncrlhf.config.run_config import KEEPS_MEMORY
 from asyncrlhf.errors import ConfigError
@@ -27,6 +23,10 @@ from asyncrlhf.planner.layout import Layout
 from asyncrlhf.planner.ranking import Subject, estimate
 from asyncrlhf.planner.shapes import ModelShape, Workload, catalogue, nodes_for
 from asyncrlhf.planner.tables import Fitted
+from asyncrlhf.simulator.given import changed
+from asyncrlhf.simulator.plan import SimulatedRuns, Task, simulated_run
+from asyncrlhf.simulator.plan_files import experiment
+from asyncrlhf.simulator.plan_space import clusters_of
 from tests.browser import CHROMIUM, Browser
 from tests.unit.report.test_page import TOO_WIDE, WIDTHS
 
@@ -43,7 +43,7 @@ def test_the_file_of_a_plan_trains_and_is_compared(
     clock = ["generator.virtual_step_seconds=0.05", "learner.virtual_step_seconds=0.5", "task.heldout_size=8"]
     given = ["--profile", f"{tmp_path}/profile.json", "--cores", "2", "--mean-length", "4", "--simulate", "2"]
     keep = ["--keep", "slots=16", "--keep", "quality=max_staleness=2", "--keep", "placement=auto"]
-    monkeypatch.setattr("asyncrlhf.cli.plan.SAY_EVERY", 0.0)
+    monkeypatch.setattr("asyncrlhf.simulator.plan.SAY_EVERY", 0.0)
     assert main(["plan", *given, *keep, "--out", str(out), "weights.publish_every=1", *words, *clock]) == 0
     said, progress = capsys.readouterr()
     lines = [line for line in progress.splitlines() if "runs are simulated" in line]

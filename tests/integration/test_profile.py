@@ -9,21 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from asyncrlhf.bench.profile import Measured, measure
 from asyncrlhf.cli.main import main
-from asyncrlhf.cli.plan_space import clusters_of
-from asyncrlhf.cli.profile import QUIET, facts_of
 from asyncrlhf.cluster.clock import run_virtual
-from asyncrlhf.cluster.cost_runtime import CostRuntime
-from asyncrlhf.cluster.cost_world import Conditions, World
 from asyncrlhf.cluster.parts import specs
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.orchestrator.run import prepare, train
-from asyncrlhf.orchestrator.simulate import OVERRIDES
 from asyncrlhf.planner.layout import Layout
 from asyncrlhf.planner.ranking import Subject, estimate
 from asyncrlhf.planner.shapes import ModelShape, Workload
 from asyncrlhf.planner.tables import Fitted
+from asyncrlhf.simulator.cost_runtime import CostRuntime
+from asyncrlhf.simulator.cost_world import Conditions, World
+from asyncrlhf.simulator.measure import QUIET, Measured, facts_of, measure
+from asyncrlhf.simulator.plan_space import clusters_of
+from asyncrlhf.simulator.simulate import OVERRIDES
 
 WORDS = ("batch_size=16", "num_generations=4", "generator.slots=16", "generator.max_completion_length=64")
 COSTS = Fitted(

@@ -17,18 +17,18 @@ import pytest
 import yaml
 
 from asyncrlhf.cli.main import main
-from asyncrlhf.cli.simulate import config_of_run, workload_of
-from asyncrlhf.cluster.cost_world import Conditions
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, in_cohorts, simulate
 from asyncrlhf.planner.fit import WARM_UP, costs_of_run, workload_of_run
 from asyncrlhf.planner.queueing import steady
 from asyncrlhf.planner.shapes import Workload
 from asyncrlhf.planner.tables import Fitted
 from asyncrlhf.records.cut_short import cut_lengths
 from asyncrlhf.records.recorder import read_metrics
+from asyncrlhf.simulator.cost_world import Conditions
+from asyncrlhf.simulator.given import config_of_run, workload_of
+from asyncrlhf.simulator.simulate import OVERRIDES, figures, in_cohorts, simulate
 from tests import loop
 
 CV = math.sqrt(math.exp(0.25) - 1)  # log-normal lengths whose logarithm has a standard deviation of 0.5

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrlhf.bench.templates import MODELS, TEMPLATES, Scene, TemplateCosts
 from asyncrlhf.planner.shapes import Workload, cluster_of
+from asyncrlhf.simulator.templates import MODELS, TEMPLATES, Scene, TemplateCosts
 
 LENGTHS = Workload(512, 1024, 0.6, 4096)
 SMALL = Scene(MODELS["llama-3-8b"], cluster_of("H100", 8), LENGTHS, 256)

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from asyncrlhf.cluster.clock import run_virtual
-from asyncrlhf.cluster.cost_world import Conditions
-from asyncrlhf.cluster.parts import cores_of
-from asyncrlhf.cluster.shared_cores import Cores, SharedCores
 from asyncrlhf.config.compose import load_config
-from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, simulate
 from asyncrlhf.planner.shapes import Workload
 from asyncrlhf.planner.tables import Fitted
 from asyncrlhf.records.recorder import read_metrics
+from asyncrlhf.simulator.cost_world import Conditions
+from asyncrlhf.simulator.given import cores_of
+from asyncrlhf.simulator.shared_cores import Cores, SharedCores
+from asyncrlhf.simulator.simulate import OVERRIDES, figures, simulate
 
 RUN = (
     *OVERRIDES, "batch_size=64", "num_generations=4", "generator.slots=64", "generator.max_completion_length=64",

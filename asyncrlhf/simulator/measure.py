@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ import numpy as np
 from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.cluster.handles import LONG_SECONDS, GeneratorHandle, Runtime
+from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.checkpoint_folder import context_length
 from asyncrlhf.errors import AsyncRLHFError
@@ -23,6 +26,7 @@ from asyncrlhf.orchestrator.dispatch import request_seed
 from asyncrlhf.orchestrator.run import Prepared
 from asyncrlhf.planner.tables import Fitted, fit
 from asyncrlhf.types import GenerationRequest, Prompt, RolloutInfo, SamplingParams
+from asyncrlhf.validation import check
 
 CERTAIN = 0.05  # of a median: half of its 95% interval, below which a figure counts as certain
 LEAST, MOST = 5, 25  # rounds
@@ -342,3 +346,63 @@ def lines(
         sources=dict.fromkeys(names, "measured"),
     )
     return costs, tables, misfit
+
+
+# Settings irrelevant to the measurement: no display, audit or evaluation; the schedule's rates do not matter.
+QUIET = ("logging=quiet", "logging.wandb=disabled", "eval_every=0", "checkpoint.every=0", "checkpoint.at_end=false",
+         "weights.audit_every=0", "task.heldout_size=8", "generator.virtual_step_seconds=0",
+         "learner.virtual_step_seconds=0")  # fmt: skip
+
+
+def measured(options: Namespace, overrides: Sequence[str]) -> tuple[Fitted, dict[str, Any], dict[str, Any]]:
+    """The costs, the conditions of the measurement, and the tables."""
+    from asyncrlhf.cluster.parts import build_runtime
+    from asyncrlhf.orchestrator.run import prepare
+
+    config = load_config([*overrides, *QUIET])
+    check(
+        config.generator.engine != "fake",
+        "generator.engine=fake computes nothing, so there is nothing to measure; allowed: hf, vllm.",
+    )
+    if config.generator.vllm.workers > 1:  # its workers would receive weights themselves, which needs a run's publisher
+        config = replace(config, weights=config.weights.beside_the_policy(config.runtime))
+
+    async def main() -> Any:
+        prepared = prepare(config)
+        runtime = build_runtime(config)
+        try:
+            return await measure(prepared.config, prepared, runtime, options.seconds, together=config.runtime == "ray")
+        finally:
+            say("end of the parts")
+            await runtime.close()
+
+    found = asyncio.run(main())
+    for name, off in found.misfit.items():
+        if off > 0.15:
+            say(f"{name}: the linear fit deviates by up to {off:.0%} from the measured medians (tables.{name}).")
+    return found.costs, facts_of(config, overrides), found.facts()
+
+
+def facts_of(config: RunConfig, overrides: Sequence[str]) -> dict[str, Any]:
+    """The conditions of the measurement."""
+    import platform
+
+    import torch
+
+    from asyncrlhf.records.summary import git_state
+
+    on_gpu = max(config.generator.gpus, config.learner.gpus) > 0 and torch.cuda.is_available()
+    return {
+        "git": git_state(Path(__file__).resolve().parent),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "device": torch.cuda.get_device_name(0) if on_gpu else platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "model": config.model.path,
+        "dtype": {"generators": config.model.dtype, "learner": config.learner.mixed_precision},
+        "threads": {"generators": config.generator.threads, "learner": config.learner.threads},
+        "replicas": config.generator.replicas,
+        "slots": config.generator.slots,
+        "ranks": config.learner.ranks,
+        "batch_size": config.batch_size,
+        "overrides": list(overrides),
+    }

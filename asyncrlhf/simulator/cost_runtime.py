@@ -10,12 +10,12 @@ from pathlib import Path
 
 from asyncrlhf.actors.messages import Collected
 from asyncrlhf.actors.worker import GeneratorSpec
-from asyncrlhf.cluster.cost_parts import CostAnnotator, CostGenerator, CostLearner
-from asyncrlhf.cluster.cost_world import World
 from asyncrlhf.cluster.handles import GeneratorHandle, Hear
 from asyncrlhf.cluster.local_runtime import LocalGenerator, LocalRuntime, Workers
 from asyncrlhf.cluster.placement import Specs
 from asyncrlhf.records.rollout_rows import RolloutRow
+from asyncrlhf.simulator.cost_parts import CostAnnotator, CostGenerator, CostLearner
+from asyncrlhf.simulator.cost_world import World
 from asyncrlhf.types import Payload
 
 

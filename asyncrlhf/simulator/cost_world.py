@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from asyncrlhf.cluster.shared_cores import Cores, SharedCores
+from asyncrlhf.simulator.shared_cores import Cores, SharedCores
 
 
 class Replica(Protocol):

@@ -40,7 +40,7 @@ def write_plan(
     Returns their paths. Raises ConfigError if they cannot be written.
     """
     from asyncrlhf.report.load import load_run
-    from asyncrlhf.report.plan_page import render
+    from asyncrlhf.simulator.plan_page import render
 
     facts = {"made_of": list(made_of), **as_json(chosen, subject)}
     paths = [
@@ -142,8 +142,8 @@ def profile_again(predicted: Mapping[str, float], measured: Mapping[str, float])
 
 def compare(plan: Path, run: Path) -> None:
     """Print the plan's predictions and the run's measurements."""
-    from asyncrlhf.cli.simulate import check_run, settings_of_run
-    from asyncrlhf.orchestrator.simulate import figures
+    from asyncrlhf.simulator.given import check_run, settings_of_run
+    from asyncrlhf.simulator.simulate import figures
 
     try:
         given = json.loads(plan.read_text(encoding="utf-8"))

@@ -14,9 +14,9 @@ from asyncrlhf.actors.annotator import AnnotatorSpec
 from asyncrlhf.actors.learner import LearnerSpec
 from asyncrlhf.actors.messages import Offer, annotated
 from asyncrlhf.actors.worker import GeneratorSpec, Outbox
-from asyncrlhf.cluster.cost_world import World
 from asyncrlhf.engines.engine import CacheMode, StepOutput
 from asyncrlhf.learner.learner_config import StepResult
+from asyncrlhf.simulator.cost_world import World
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.types import Annotation, GenerationRequest, Rollout, WeightManifest
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from asyncrlhf.cluster.clock import run_virtual
-from asyncrlhf.cluster.cost_runtime import CostRuntime
-from asyncrlhf.cluster.cost_world import Conditions, Costs, Lengths, World
 from asyncrlhf.cluster.parts import placement_plan, specs
 from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.config.run_config import RunConfig
@@ -25,6 +23,8 @@ from asyncrlhf.records.progress import RunView
 from asyncrlhf.records.recorder import RunRecorder
 from asyncrlhf.records.sinks import Sinks
 from asyncrlhf.records.summary import build_summary
+from asyncrlhf.simulator.cost_runtime import CostRuntime
+from asyncrlhf.simulator.cost_world import Conditions, Costs, Lengths, World
 from asyncrlhf.tasks.build_task import build_task
 from asyncrlhf.types import SamplingParams
 from asyncrlhf.validation import check
