@@ -100,7 +100,7 @@ docs-site: install
 # The pages generated from the code: settings, metrics, and the families of models, which takes a minute.
 reference: install
 	$(BIN)/python -m asyncrlhf.cli.reference docs/reference
-	$(BIN)/python -m asyncrlhf.cli.models_page docs/models.md
+	$(BIN)/python -m asyncrlhf.doctor.models_page docs/models.md
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache

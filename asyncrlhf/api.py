@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from asyncrlhf.config.compose import load_config, quoted
 from asyncrlhf.config.conversion import conf_folder
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.records.callbacks import Callbacks
+from asyncrlhf.records.show.callbacks import Callbacks
 from asyncrlhf.validation import check
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ def train(
     file, folder or name that ``task.path`` takes, or rows: a list of dictionaries, a pandas data frame, a
     ``datasets.Dataset`` or a ``DatasetDict``. ``reward``: any function with TRL's signature, the name
     ``package.module:function``, or a list of those, which are summed, with ``reward_weights`` if given.
-    ``callbacks``: one or several, see :class:`~asyncrlhf.records.callbacks.Callbacks`. ``settings`` are the top-level
-    settings and groups (``steps=20, algorithm="tis"``), ``overrides`` those with a dot
+    ``callbacks``: one or several, see :class:`~asyncrlhf.records.show.callbacks.Callbacks`. ``settings`` are the
+    top-level settings and groups (``steps=20, algorithm="tis"``), ``overrides`` those with a dot
     (``{"async.max_staleness": 4}``).
 
     Raises ConfigError with one sentence for a wrong setting or input, or the error of a failed run. In a notebook the
@@ -249,8 +249,8 @@ def _target(part: Reward, folder: Path, name: str) -> str:
 def _own_folder(given: Mapping[str, Any]) -> Path:
     """The run directory, created here if files must be in it before the run starts."""
     from asyncrlhf.orchestrator.run import new_run_dir
-    from asyncrlhf.records.record_marker import refuse_used_folder
-    from asyncrlhf.records.recorder import writing_to
+    from asyncrlhf.records.write.record_marker import refuse_used_folder
+    from asyncrlhf.records.write.recorder import writing_to
 
     folder = Path(given.get("run_dir") or new_run_dir(str(given.get("name", "arithmetic"))))
     if given.get("checkpoint.resume", "no") == "no":

@@ -102,7 +102,7 @@ class Rollout:
     critic_version: int | None = None  # of the critic that computed the values
     kept_ids: IdArray | None = None  # [K] in total; None without truncation
     kept_counts: IdArray | None = None  # [L]
-    routed_experts: NDArray[np.unsignedinteger] | None = None  # [P+L-1, E] as ``data/routes.py`` lays them out
+    routed_experts: NDArray[np.unsignedinteger] | None = None  # [P+L-1, E] as ``models/routes.py`` lays them out
     epoch: int = 0  # of the request
 
     def __post_init__(self) -> None:

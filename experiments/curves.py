@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from asyncrlhf.records.recorder import read_metrics
+from asyncrlhf.records.write.recorder import read_metrics
 from asyncrlhf.report.load import group_runs, load_runs
 from experiments.figures import write_curves
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from asyncrlhf.engines.hf import HFEngine
+from asyncrlhf.engines.hf.hf_engine import HFEngine
 from asyncrlhf.tasks.task import Task
 from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams
 

@@ -26,13 +26,13 @@ import yaml
 
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import CheckpointConfig
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
+from asyncrlhf.models.pretrained import load_model
 from asyncrlhf.orchestrator.run import train
-from asyncrlhf.records.checkpoint import LEARNER_FOLDER, list_checkpoints
-from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
+from asyncrlhf.records.write.checkpoint import LEARNER_FOLDER, list_checkpoints
+from asyncrlhf.records.write.recorder import METRICS_FILE, read_metrics
 from asyncrlhf.tasks.build_task import build_task
 from experiments.distance import measure
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
 
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.text_part import missing_towers_left_out
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
+from asyncrlhf.models.text_part import missing_towers_left_out
 
 TEXT: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

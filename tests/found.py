@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.pretrained import load_model
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
+from asyncrlhf.models.pretrained import load_model
 
 TOKENS = 19  # of the packaged tokenizer
 EOS = 2

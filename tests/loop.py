@@ -19,15 +19,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrlhf.cluster.local_runtime import LocalRuntime
 from asyncrlhf.config.compose import load_config
-from asyncrlhf.data.checkpoint_folder import resolve
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.learner.learner_config import StepResult
+from asyncrlhf.learner.settings.learner_config import StepResult
 from asyncrlhf.learner.torch_backend import TorchBackend
+from asyncrlhf.models.checkpoint_folder import resolve
 from asyncrlhf.orchestrator import run as run_module
-from asyncrlhf.records.metric_names import find_metric
-from asyncrlhf.records.recorder import read_metrics
-from asyncrlhf.records.summary import REPLICA_PREFIX
-from asyncrlhf.records.verify import verify
+from asyncrlhf.records.read.verify import verify
+from asyncrlhf.records.show.metric_names import find_metric
+from asyncrlhf.records.show.summary import REPLICA_PREFIX
+from asyncrlhf.records.write.recorder import read_metrics
 from asyncrlhf.types import TrainBatch
 
 QUIET = (
@@ -150,7 +150,7 @@ def run(folder: Path, *overrides: str) -> Finished:
     config = load_config([f"run_dir={folder}", "runtime=local", *QUIET, *model, *overrides])
     finished = Finished(folder, run_module.train(config))
     unknown = sorted({key for row in finished.metrics for key in row if find_metric(key) is None})
-    assert unknown == [], f"records/metric_names.py does not say what these mean: {unknown}"
+    assert unknown == [], f"records/show/metric_names.py does not say what these mean: {unknown}"
     assert verify(folder) == []
     return finished
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
 from asyncrlhf.types import TrainBatch
 
 SIZES: dict[str, Any] = {

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from asyncrlhf.bench.gpu_check import output_file
 from asyncrlhf.bench.run import BENCHMARKS
 from asyncrlhf.cli.main import COMMANDS, main
 from asyncrlhf.cli.plan import plan_parser
@@ -25,6 +24,7 @@ from asyncrlhf.cli.settings_help import settings_help
 from asyncrlhf.cli.whatif import templates_parser, what_if_parser
 from asyncrlhf.config.compose import check_words, compose_config, load_config, split_config_dir, sweep_jobs
 from asyncrlhf.config.conversion import from_hydra
+from asyncrlhf.doctor.gpu_check import output_file
 from asyncrlhf.sweeps.plan import plan_sweep
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -67,7 +67,7 @@ def test_every_preset_is_in_the_table_of_algorithms() -> None:
 
 
 def test_every_event_of_the_journal_is_in_the_table_of_records() -> None:
-    from asyncrlhf.records.journal import EVENTS
+    from asyncrlhf.records.write.journal import EVENTS
 
     page = (ROOT / "docs" / "records.md").read_text()
     part = page[page.index("## journal") : page.index("## verify")]
@@ -100,6 +100,15 @@ def test_the_walks_name_files_and_functions_that_exist() -> None:
     assert missing == []
 
 
+def around(file: Path) -> Iterator[Path]:
+    """The files of its room, and of the rooms that this lies in."""
+    folder = file.parent
+    while folder != ROOT / "asyncrlhf":
+        yield from folder.glob("*.py")
+        folder = folder.parent
+    yield file
+
+
 def test_the_way_of_a_rollout_is_as_short_as_it_says() -> None:
     page = (ROOT / "docs" / "walks.md").read_text()
     way = page[page.index("## A rollout") : page.index("## A weight")]
@@ -115,7 +124,7 @@ def test_the_way_of_a_rollout_is_as_short_as_it_says() -> None:
     sources = [ROOT / "asyncrlhf" / "types.py", *(ROOT / "asyncrlhf" / file for file in files)]
     classes = {
         node.name
-        for source in {path for file in sources for path in file.parent.glob("*.py")}
+        for source in {path for file in sources for path in around(file)}
         for node in ast.walk(ast.parse(source.read_text()))
         if isinstance(node, ast.ClassDef)
     }

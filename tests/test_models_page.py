@@ -13,11 +13,11 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-from asyncrlhf.cli import model_ways, models_page
-from asyncrlhf.cli.model_ways import engine_way, export_way, learner_way
-from asyncrlhf.data.miniature import build_miniature
-from asyncrlhf.engines import wall as engine_wall
-from asyncrlhf.learner import wall as learner_wall
+from asyncrlhf.doctor import model_ways, models_page
+from asyncrlhf.doctor.model_ways import engine_way, export_way, learner_way
+from asyncrlhf.engines.hf.hf_engine import wall as engine_wall
+from asyncrlhf.learner.step import wall as learner_wall
+from asyncrlhf.models.miniature import build_miniature
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 SAMPLE = (
@@ -64,8 +64,8 @@ def small() -> transformers.PreTrainedModel:
 
 def test_a_sequence_that_sees_the_one_before_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from asyncrlhf.learner import torch_backend
-    from asyncrlhf.learner.attention import PackedLayout
-    from asyncrlhf.learner.forward import PackedPolicy
+    from asyncrlhf.learner.attention.attention import PackedLayout
+    from asyncrlhf.learner.model.forward import PackedPolicy
 
     built = PackedLayout.build.__func__  # type: ignore[attr-defined]
 
@@ -88,7 +88,7 @@ def test_a_sequence_that_sees_the_one_before_it_is_refused(monkeypatch: pytest.M
 
 
 def test_gradients_of_half_the_size_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrlhf.learner import forward
+    from asyncrlhf.learner.model import forward
 
     whole = forward.token_logprobs
 
@@ -102,7 +102,7 @@ def test_gradients_of_half_the_size_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_engine_that_keeps_an_old_weight_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrlhf.engines import hf
+    from asyncrlhf.engines.hf.hf_engine import hf_engine as hf
 
     trained: dict[str, torch.Tensor] = {}
     assert learner_way(small(), trained).name == "packed"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrlhf.cli.reference import PAGES
-from asyncrlhf.records.metric_names import FAMILIES, find_metric
+from asyncrlhf.records.show.metric_names import FAMILIES, find_metric
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from asyncrlhf.engines.engine import Engine
-from asyncrlhf.engines.hf import HFEngine
+from asyncrlhf.engines.hf.hf_engine import HFEngine
 from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams, TrainBatch, TrainSample
 
 TRUNCATED = SamplingParams(12, temperature=0.7, top_p=0.9, top_k=20)

@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrlhf.data.data_config import LoraConfig, ModelConfig
 from asyncrlhf.engines.generator_config import GeneratorConfig, VllmConfig
-from asyncrlhf.engines.vllm_core import VllmCore
-from asyncrlhf.engines.vllm_engine import VllmEngine
+from asyncrlhf.engines.vllm.core import VllmCore
+from asyncrlhf.engines.vllm.vllm_engine import VllmEngine
 from asyncrlhf.types import FloatArray, GenerationRequest, IntArray, Prompt, Rollout, SamplingParams
 
 VOCABULARY = 24

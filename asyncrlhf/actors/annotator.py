@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from asyncrlhf.actors.messages import Address, ArrayBundle, Told, resolved
 from asyncrlhf.actors.part import PartActor
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
 from asyncrlhf.readahead.owners import Chunk, Prefilled
-from asyncrlhf.records.spans import Lane, SpanBatch
+from asyncrlhf.records.write.spans import Lane, SpanBatch
 from asyncrlhf.rewards.build_scorer import build_scorer
 from asyncrlhf.rewards.reward import Scorer
 from asyncrlhf.rewards.reward_config import RewardConfig
@@ -27,7 +27,7 @@ from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.types import Annotation, Rollout
 
 if TYPE_CHECKING:
-    from asyncrlhf.learner.learner_config import CriticConfig, ReferenceConfig
+    from asyncrlhf.learner.settings.learner_config import CriticConfig, ReferenceConfig
     from asyncrlhf.readahead.readers import ReadingModel
 
 ANSWER_SECONDS = 3000.0  # with the default of stall_timeout_seconds

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.pretrained import load_model
-from asyncrlhf.data.vocabulary import sampled_vocabulary
 from asyncrlhf.engines.build_engine import build_engine
 from asyncrlhf.engines.engine import AdapterMerge
 from asyncrlhf.engines.generator_config import GeneratorConfig
-from asyncrlhf.engines.memory_share import with_share
+from asyncrlhf.engines.vllm.memory_share import with_share
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
+from asyncrlhf.models.pretrained import load_model
+from asyncrlhf.models.vocabulary import sampled_vocabulary
 from asyncrlhf.transport.build_transport import build_receiver, streams
 from asyncrlhf.transport.weights_config import WeightsConfig
 from asyncrlhf.types import GenerationRequest, IntArray

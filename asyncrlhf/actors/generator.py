@@ -18,7 +18,7 @@ from asyncrlhf.actors.build_generator import build_worker
 from asyncrlhf.actors.part import PartActor
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.records.spans import Lane, SpanBatch
+from asyncrlhf.records.write.spans import Lane, SpanBatch
 from asyncrlhf.types import Rollout
 
 T = TypeVar("T")

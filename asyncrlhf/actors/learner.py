@@ -20,13 +20,13 @@ import torch
 from asyncrlhf.actors.messages import Address, Offer, Told, resolved
 from asyncrlhf.actors.part import PartActor
 from asyncrlhf.actors.where import keep_to, name_interface
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.checkpoint_manifest import Seals
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.packing import empty_batch, pack
-from asyncrlhf.learner.learner_config import BackendSpec, StepResult
-from asyncrlhf.records.rollout_tokens import TokenRecord, sampled
-from asyncrlhf.records.spans import SHORT_WAIT, Lane, SpanBatch
+from asyncrlhf.learner.settings.learner_config import BackendSpec, StepResult
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
+from asyncrlhf.records.write.rollout_tokens import TokenRecord, sampled
+from asyncrlhf.records.write.spans import SHORT_WAIT, Lane, SpanBatch
 from asyncrlhf.transport.audit import tensor_digests
 from asyncrlhf.transport.build_transport import build_sender, lay_out
 from asyncrlhf.transport.protocol import Ticket, TransferStats
@@ -37,7 +37,7 @@ from asyncrlhf.types import Rollout, RolloutInfo, TrainSample
 if TYPE_CHECKING:
     # Training imports take seconds. The driver of a Ray run uses only names of this module and does not need them: the
     # learner's process imports them when it builds the worker.
-    from asyncrlhf.learner.plan import StepPlan
+    from asyncrlhf.learner.step.plan import StepPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +63,9 @@ class LearnerSpec(BackendSpec):
 def load_models(spec: LearnerSpec, device: str) -> dict[str, Any]:
     """``model``, ``reference`` and ``files`` of a :class:`TorchBackend`: without weights if it reads its shards itself,
     else whole. The trained model is float32, a frozen reference has the model's own dtype."""
-    from asyncrlhf.data.blank_model import load_blank
-    from asyncrlhf.data.pretrained import load_policy
-    from asyncrlhf.data.vocabulary import limit_vocabulary
+    from asyncrlhf.models.blank_model import load_blank
+    from asyncrlhf.models.pretrained import load_policy
+    from asyncrlhf.models.vocabulary import limit_vocabulary
 
     learner, own_reference = spec.learner, spec.algorithm.needs_reference and not spec.reference_served
     kinds = {"model": torch.float32} | ({"reference": getattr(torch, spec.model.dtype)} if own_reference else {})
@@ -84,7 +84,7 @@ class LearnerWorker:
 
     def __init__(self, spec: LearnerSpec, rank: int = 0, ranks: int = 1, address: str = "") -> None:
         from asyncrlhf.learner.asleep import RankSleep
-        from asyncrlhf.learner.distributed import init_process_group
+        from asyncrlhf.learner.ranks.distributed import init_process_group
         from asyncrlhf.learner.torch_backend import TorchBackend
         from asyncrlhf.transport.shard_snapshot import ShardSnapshot
 
@@ -144,7 +144,7 @@ class LearnerWorker:
 
     def _record(self, rollouts: Mapping[int, Rollout], plan: StepPlan) -> None:
         if self._tokens is not None and rollouts:
-            from asyncrlhf.learner.token_facts import token_facts
+            from asyncrlhf.learner.step.token_facts import token_facts
 
             rows = token_facts(plan, self.backend.algorithm, rollouts)
             texts = ({"prompt": rollouts[row["rollout_id"]].prompt.text} for row in rows)

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from asyncrlhf.readahead.owners import ChunkInfo
-from asyncrlhf.records.spans import SpanBatch
+from asyncrlhf.records.write.spans import SpanBatch
 from asyncrlhf.types import (
     Annotation,
     FloatArray,

@@ -11,10 +11,10 @@ import torch
 from asyncrlhf.actors.annotator import ANSWER_SECONDS
 from asyncrlhf.actors.messages import ArrayBundle, annotated
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.pretrained import load_policy, load_sampled
-from asyncrlhf.learner.companions import ServedCritic
-from asyncrlhf.learner.learner_config import CriticConfig, ReferenceConfig
-from asyncrlhf.learner.output_layer import use_float32_head
+from asyncrlhf.learner.model.output_layer import use_float32_head
+from asyncrlhf.learner.settings.learner_config import CriticConfig, ReferenceConfig
+from asyncrlhf.learner.step.companions import ServedCritic
+from asyncrlhf.models.pretrained import load_policy, load_sampled
 from asyncrlhf.readahead.owners import Chunk, Prefilled
 from asyncrlhf.readahead.readers import ReadingReference
 from asyncrlhf.transport.build_transport import build_receiver

@@ -10,9 +10,9 @@ from typing import Any
 from asyncrlhf.actors.messages import Address, resolved
 from asyncrlhf.actors.where import Where, where
 from asyncrlhf.garbage import keep_existing
-from asyncrlhf.records.rollout_rows import RolloutRow, write_part
-from asyncrlhf.records.saved_rollouts import write_rollouts
-from asyncrlhf.records.spans import SpanBatch
+from asyncrlhf.records.write.rollout_rows import RolloutRow, write_part
+from asyncrlhf.records.write.saved_rollouts import write_rollouts
+from asyncrlhf.records.write.spans import SpanBatch
 
 
 class PartActor:

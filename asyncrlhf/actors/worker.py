@@ -31,7 +31,7 @@ from asyncrlhf.types import (
 )
 
 if TYPE_CHECKING:
-    from asyncrlhf.engines.vllm_engine import VllmEngine
+    from asyncrlhf.engines.vllm.vllm_engine import VllmEngine
 
 
 @dataclass(frozen=True)

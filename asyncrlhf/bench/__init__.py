@@ -1,1 +1,5 @@
-"""Benchmarks: ratios measured side by side in one call."""
+"""Benchmarks of ``asyncrlhf bench``: ratios, measured alternately in one call. Those of one experiment live in
+``experiments/``.
+"""
+
+DOORS = ("checkpoint",)

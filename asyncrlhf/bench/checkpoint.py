@@ -16,14 +16,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrlhf.bench.measure import show, spread, tell, write
 from asyncrlhf.config.compose import load_config
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.packing import pack
-from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.settings.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
 from asyncrlhf.orchestrator.run import train
-from asyncrlhf.records.recorder import read_metrics
+from asyncrlhf.records.write.recorder import read_metrics
 from asyncrlhf.types import Prompt, Rollout, TrainBatch, TrainSample
 from asyncrlhf.validation import typed_path
 

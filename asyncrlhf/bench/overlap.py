@@ -21,9 +21,9 @@ from asyncrlhf.cluster.parts import build_runtime
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import AsyncRLHFError
-from asyncrlhf.orchestrator.dispatch import request_seed
+from asyncrlhf.orchestrator.rollouts.dispatch import request_seed
 from asyncrlhf.orchestrator.run import Prepared, prepare, train
-from asyncrlhf.records.recorder import read_metrics
+from asyncrlhf.records.write.recorder import read_metrics
 from asyncrlhf.types import GenerationRequest, RolloutInfo
 from asyncrlhf.validation import typed_path
 

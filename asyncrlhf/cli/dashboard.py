@@ -12,8 +12,8 @@ from textual.screen import Screen
 from textual.widgets import DataTable, Footer, ProgressBar, Sparkline, Static
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.records.follow import RunFollower, newest_run
-from asyncrlhf.records.summary import duration
+from asyncrlhf.records.read.follow import RunFollower, newest_run
+from asyncrlhf.records.show.summary import duration
 from asyncrlhf.sweeps.record import is_sweep, read_sweep
 
 CURVES = (

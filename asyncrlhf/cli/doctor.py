@@ -16,10 +16,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from asyncrlhf.cli import doctor_model, doctor_parts
-from asyncrlhf.cli.doctor_parts import Finding, Level, judge
-from asyncrlhf.cli.doctor_probes import PROBES, installed_version, plugin_installed, probe_cluster, probe_import
 from asyncrlhf.config.compose import load_config
+from asyncrlhf.doctor import model as doctor_model
+from asyncrlhf.doctor import parts as doctor_parts
+from asyncrlhf.doctor.parts import Finding, Level, judge
+from asyncrlhf.doctor.probes import PROBES, installed_version, plugin_installed, probe_cluster, probe_import
 
 if TYPE_CHECKING:
     from asyncrlhf.config.run_config import RunConfig
@@ -53,7 +54,7 @@ def run(arguments: Sequence[str] = ()) -> int:
         print(HELP)
         return 0
     if "--gpu" in arguments:
-        from asyncrlhf.bench import gpu_check
+        from asyncrlhf.doctor import gpu_check
 
         return gpu_check.run(arguments)
     overrides = [argument for argument in arguments if argument != "--all"]

@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if not sys.warnoptions:  # byte-compiling a library for the first time warns of its code, between our lines
         warnings.filterwarnings("ignore", category=SyntaxWarning)
-    from asyncrlhf.orchestrator.interruption import like_ctrl_c
+    from asyncrlhf.orchestrator.start.interruption import like_ctrl_c
 
     try:
         with rare_collections(), like_ctrl_c():

@@ -17,12 +17,12 @@ REPORT_TROUBLE = (AsyncRLHFError, ArithmeticError, LookupError, OSError, Runtime
 def run(config: RunConfig) -> int:
     first_look(config)
     if config.run_dir and config.checkpoint.resume == "no":
-        from asyncrlhf.records.record_marker import refuse_used_folder
+        from asyncrlhf.records.write.record_marker import refuse_used_folder
 
         refuse_used_folder(Path(config.run_dir))
     say(config, "Loading PyTorch, transformers and Ray, then checking model, data and rewards.")
     from asyncrlhf.orchestrator.run import train
-    from asyncrlhf.records.summary import plain_words
+    from asyncrlhf.records.show.summary import plain_words
 
     summary = train(config)
     print(plain_words(summary))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from asyncrlhf.config.settings_list import ENTRY, Section, json_schema, sections
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.records.metric_names import FAMILIES
+from asyncrlhf.records.show.metric_names import FAMILIES
 from asyncrlhf.validation import did_you_mean
 
 SCHEMA_HELP = """asyncrlhf schema [GROUP]: JSON schema of config files, for editors

@@ -18,7 +18,7 @@ from asyncrlhf.config.compose import changed, check_words, load_config
 from asyncrlhf.config.conversion import from_hydra
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.records.settings import recorded_settings
+from asyncrlhf.records.read.settings import recorded_settings
 from asyncrlhf.redaction import hidden_settings
 from asyncrlhf.validation import typed_path
 
@@ -172,7 +172,7 @@ def evaluate(arguments: Sequence[str]) -> int:
 
 def config_of_run(run: Path, overrides: Sequence[str]) -> RunConfig:
     """The run's own config with its newest checkpoint as the model; raises ConfigError if it has none."""
-    from asyncrlhf.records.checkpoint import LEARNER_FOLDER, list_checkpoints
+    from asyncrlhf.records.write.checkpoint import LEARNER_FOLDER, list_checkpoints
 
     check_words(overrides)
     saved = recorded_settings(f"run={run}", run)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.records.recorder import CONFIG_FILE, SUMMARY_FILE
-from asyncrlhf.records.status import is_owned, read_status
-from asyncrlhf.records.summary import duration
+from asyncrlhf.records.show.summary import duration
+from asyncrlhf.records.write.recorder import CONFIG_FILE, SUMMARY_FILE
+from asyncrlhf.records.write.status import is_owned, read_status
 from asyncrlhf.validation import check
 
 HELP = """asyncrlhf status RUN: what a live run does and waits for, or how a finished one ended

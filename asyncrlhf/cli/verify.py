@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.records.journal import JOURNAL_FILE
-from asyncrlhf.records.recorder import METRICS_FILE
+from asyncrlhf.records.write.journal import JOURNAL_FILE
+from asyncrlhf.records.write.recorder import METRICS_FILE
 from asyncrlhf.validation import check
 
 HELP = """asyncrlhf verify RUN...: checks the guarantees of runs against their raw records
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     options = [argument for argument in arguments if argument.startswith("-")]
     check(not options, f"{options and options[0]} is not an option of verify; write asyncrlhf verify RUN [RUN ...].")
     check(arguments, "verify needs a run's directory; write asyncrlhf verify RUN [RUN ...].")
-    from asyncrlhf.records.verify import examine  # pyarrow: half a second that a wrong word need not cost
+    from asyncrlhf.records.read.verify import examine  # pyarrow: half a second that a wrong word need not cost
 
     broken, refused, seen = 0, list[str](), 0
     runs = [run for argument in arguments for run in find_runs(Path(argument).expanduser())]

@@ -1,1 +1,3 @@
-"""The hosts of a run's parts: Ray or one process; handles, placement on devices, clocks."""
+"""The hosts of a run's parts: Ray or one process; typed calls with deadlines, placement on devices, clocks."""
+
+DOORS = ("calls", "clock", "forked_workers", "handles", "local_runtime", "nodes", "own_ray", "parts", "placement")

@@ -19,10 +19,10 @@ from asyncrlhf.cluster.calls import under_way
 from asyncrlhf.cluster.clock import off_loop
 from asyncrlhf.data.checkpoint_manifest import Seals
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.learner.learner_config import StepResult
+from asyncrlhf.learner.settings.learner_config import StepResult
 from asyncrlhf.readahead.owners import ReaderHandle
-from asyncrlhf.records.rollout_rows import RolloutRow
-from asyncrlhf.records.spans import SpanBatch
+from asyncrlhf.records.write.rollout_rows import RolloutRow
+from asyncrlhf.records.write.spans import SpanBatch
 from asyncrlhf.types import Annotation, GenerationRequest, Payload, Rollout, RolloutInfo
 
 P = ParamSpec("P")

@@ -33,11 +33,11 @@ from asyncrlhf.cluster.handles import (
 from asyncrlhf.cluster.placement import Specs
 from asyncrlhf.data.checkpoint_manifest import Seals
 from asyncrlhf.errors import LearnerLostError, ReplicaError
-from asyncrlhf.learner.learner_config import StepResult
+from asyncrlhf.learner.settings.learner_config import StepResult
 from asyncrlhf.readahead.owners import ChunkInfo, Prefilled
-from asyncrlhf.records.rollout_rows import RolloutRow, write_part
-from asyncrlhf.records.saved_rollouts import write_rollouts
-from asyncrlhf.records.spans import Lane, SpanBatch
+from asyncrlhf.records.write.rollout_rows import RolloutRow, write_part
+from asyncrlhf.records.write.saved_rollouts import write_rollouts
+from asyncrlhf.records.write.spans import Lane, SpanBatch
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.types import Annotation, GenerationRequest, Payload, Rollout, RolloutInfo
 

@@ -16,7 +16,7 @@ from asyncrlhf.cluster.placement import Plan, Specs, make_plan, parts_of
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.engines.generator_config import GeneratorConfig, replica_kinds
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.records.rollout_tokens import TOKENS_FOLDER
+from asyncrlhf.records.write.rollout_tokens import TOKENS_FOLDER
 from asyncrlhf.transport.weights_config import WeightsConfig, resolve_dtype
 from asyncrlhf.validation import check
 

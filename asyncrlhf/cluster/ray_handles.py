@@ -24,9 +24,9 @@ from asyncrlhf.cluster.ray_calls import START_SECONDS, ask, ask_to_start
 from asyncrlhf.data.checkpoint_manifest import Seals
 from asyncrlhf.data.packing import share_out
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.learner.learner_config import StepResult
+from asyncrlhf.learner.settings.learner_config import StepResult
 from asyncrlhf.readahead.owners import ChunkInfo, Prefilled
-from asyncrlhf.records.spans import SpanBatch
+from asyncrlhf.records.write.spans import SpanBatch
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.types import Annotation, GenerationRequest, Payload, Rollout, RolloutInfo
 

@@ -22,7 +22,7 @@ from asyncrlhf.cluster.handles import RECORD_WRITER, within
 from asyncrlhf.cluster.ray_calls import ask_to_start, translated
 from asyncrlhf.cluster.ray_handles import PING, actor_class, addressed
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.records.rollout_rows import RolloutRow
+from asyncrlhf.records.write.rollout_rows import RolloutRow
 from asyncrlhf.types import Payload
 
 RESTARTS = 3  # of one run

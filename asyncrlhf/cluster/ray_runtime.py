@@ -31,7 +31,7 @@ from asyncrlhf.cluster.ray_placement import Placer, free_in_ray, knock, ray_node
 from asyncrlhf.cluster.ray_records import RayRecords
 from asyncrlhf.config.environment_config import ClusterConfig, RayConfig
 from asyncrlhf.errors import ConfigError, ReplicaError
-from asyncrlhf.records.rollout_rows import RolloutRow
+from asyncrlhf.records.write.rollout_rows import RolloutRow
 from asyncrlhf.transport.build_transport import may_share_memory
 from asyncrlhf.transport.protocol import LostReceiversError, replica_name, worker_name
 from asyncrlhf.types import Payload, Rollout

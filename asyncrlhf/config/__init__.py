@@ -1,1 +1,6 @@
-"""The settings of a run as typed dataclasses, their composition by Hydra, and the checks between them."""
+"""The root of the settings, their composition by Hydra, the checks between parts, and what a resumed run may change."""
+
+DOORS = (
+    "compose", "conversion", "drift", "environment_config", "inputs", "run_config", "settings_list", "stage_config",
+    "sweep_config", "unused",
+)  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner.algorithm import CRITIC_ADVANTAGES
+from asyncrlhf.learner.settings.algorithm import CRITIC_ADVANTAGES
 
 Decision = Literal["refuse", "adapt", "note"]
 REFUSE: Decision = "refuse"  # the run's records would be wrong, or it could not continue

@@ -51,7 +51,7 @@ def named_files(config: RunConfig) -> Iterator[tuple[str, Path]]:
 
 
 def _model(path: str) -> Path:
-    from asyncrlhf.data.checkpoint_folder import named  # imports transformers, which takes seconds
+    from asyncrlhf.models.checkpoint_folder import named  # imports transformers, which takes seconds
 
     try:
         return Path(named(path))

@@ -13,8 +13,8 @@ from asyncrlhf.config.sweep_config import SweepConfig
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.data.number_formats import AUTO, suits_bfloat16
 from asyncrlhf.engines.generator_config import GeneratorConfig, replica_kinds
-from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.learner_config import CriticConfig, LearnerConfig, ReferenceConfig
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.settings.learner_config import CriticConfig, LearnerConfig, ReferenceConfig
 from asyncrlhf.rewards.reward_config import FusionConfig, RewardConfig
 from asyncrlhf.transport.weights_config import Tolerance, WeightsConfig, choose_tolerance
 from asyncrlhf.validation import MONTH, check, check_folder_name, check_path, check_settings, group, setting
@@ -116,7 +116,7 @@ class RunConfig:
 
     @property
     def just_in_time(self) -> bool:
-        """Whether admission is paced by the learner's requests, see ``orchestrator/lead.py``."""
+        """Whether admission is paced by the learner's requests, see ``orchestrator/learning/lead.py``."""
         return self.async_.pacing == "just_in_time"
 
     @property

@@ -1,1 +1,3 @@
-"""Prompt sources, packing, and finding pretrained checkpoints."""
+"""Rows, prompts and their packing; the settings of model and task; the manifest of files that belong together."""
+
+DOORS = ("checkpoint_manifest", "data_config", "number_formats", "packing", "rows", "sources")

@@ -52,11 +52,13 @@ def _build(
             config.fake, slots=config.slots, vocab_size=vocab_size, version=version, answer_ids=answer_ids
         )
     if config.engine == "vllm":
-        from asyncrlhf.engines.vllm_core import VllmCore
-        from asyncrlhf.engines.vllm_engine import VllmEngine
+        from asyncrlhf.engines.vllm.core import VllmCore
+        from asyncrlhf.engines.vllm.vllm_engine import VllmEngine
 
         return VllmEngine(VllmCore(config, model, routes, vocab_size), slots=config.slots, version=version)
-    from asyncrlhf.engines.hf import HFEngine  # transformers takes seconds to import, and the fake engine needs none
+    from asyncrlhf.engines.hf.hf_engine import (
+        HFEngine,  # transformers takes seconds to import, and the fake engine needs none
+    )
 
     return HFEngine(
         load_model(model),

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from asyncrlhf.data.adapter import is_adapter, merged
 from asyncrlhf.data.data_config import LoraConfig
 from asyncrlhf.errors import WeightSyncError
+from asyncrlhf.models.adapter import is_adapter, merged
 from asyncrlhf.types import FloatArray, GenerationFailure, GenerationRequest, IntArray, Rollout, SamplingParams
 
 CacheMode = Literal["keep", "recompute"]

@@ -1,1 +1,10 @@
-"""Training backends and the train step."""
+"""Training. ``torch_backend.py`` is one rank's train step; the inner rooms hold what it calls: ``step`` (from a batch
+to a loss), ``model`` (the policy's passes), ``attention``, ``updates`` (from gradients to weights), ``ranks`` and
+``state``.
+"""
+
+DOORS = (
+    "asleep", "attention.attention", "model.inputs", "model.output_layer", "ranks.distributed", "ranks.spans",
+    "settings.algorithm", "settings.learner_config", "settings.model_fits", "state.checkpoint", "step.companions",
+    "step.plan", "step.token_facts", "step.user_loss", "torch_backend", "updates.optimizers",
+)  # fmt: skip

@@ -8,8 +8,8 @@ from itertools import chain
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from asyncrlhf.data.offload import Depot, Offload, free_cache
 from asyncrlhf.learner.torch_backend import TorchBackend
+from asyncrlhf.models.offload import Depot, Offload, free_cache
 
 
 class RankSleep:

@@ -14,30 +14,30 @@ from torch import nn
 
 from asyncrlhf.algorithms.aggregate import normaliser_count
 from asyncrlhf.algorithms.weights import sqrt_ess_factor
-from asyncrlhf.data.adapter import trained_tensors
-from asyncrlhf.data.plain_pass import probe_texts
-from asyncrlhf.data.weight_files import WeightFiles
 from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
-from asyncrlhf.learner import checkpoint
-from asyncrlhf.learner.companions import ValueModel, follow, frozen_copy, frozen_reference
-from asyncrlhf.learner.deepspeed_updater import DeepSpeedUpdater
-from asyncrlhf.learner.distributed import all_gather, all_sum, barrier, deal_out, gathered, peers_along
-from asyncrlhf.learner.fsdp_updater import FsdpUpdater
-from asyncrlhf.learner.learner_config import BackendSpec, StepResult
-from asyncrlhf.learner.loss import MicrobatchLosses, critic_loss
-from asyncrlhf.learner.metrics import figures, step_statistics
-from asyncrlhf.learner.model_pass import checkpoint_layers
-from asyncrlhf.learner.output_layer import use_float32_head
-from asyncrlhf.learner.passes import ForwardPasses
-from asyncrlhf.learner.pipeline_updater import PipelineUpdater
-from asyncrlhf.learner.plan import Microbatch, ResponseTokens, StepPlan, plan_step
-from asyncrlhf.learner.routing_replay import RoutingReplay
-from asyncrlhf.learner.sequence import ContextParallel
-from asyncrlhf.learner.state_writer import StateWriter
-from asyncrlhf.learner.targets import fill, fills, needs_policy, sequence_ess_fraction, set_targets
-from asyncrlhf.learner.ulysses import Ulysses
-from asyncrlhf.learner.updaters import TorchUpdater, Updater, schedule_factor
-from asyncrlhf.learner.wall import check_shards, learner_policy
+from asyncrlhf.learner.model.model_pass import checkpoint_layers
+from asyncrlhf.learner.model.output_layer import use_float32_head
+from asyncrlhf.learner.model.sequence import ContextParallel
+from asyncrlhf.learner.model.ulysses import Ulysses
+from asyncrlhf.learner.ranks.distributed import all_gather, all_sum, barrier, deal_out, gathered, peers_along
+from asyncrlhf.learner.settings.learner_config import BackendSpec, StepResult
+from asyncrlhf.learner.state import checkpoint
+from asyncrlhf.learner.state.state_writer import StateWriter
+from asyncrlhf.learner.step.companions import ValueModel, follow, frozen_copy, frozen_reference
+from asyncrlhf.learner.step.loss import MicrobatchLosses, critic_loss
+from asyncrlhf.learner.step.metrics import figures, step_statistics
+from asyncrlhf.learner.step.passes import ForwardPasses
+from asyncrlhf.learner.step.plan import Microbatch, ResponseTokens, StepPlan, plan_step
+from asyncrlhf.learner.step.routing_replay import RoutingReplay
+from asyncrlhf.learner.step.targets import fill, fills, needs_policy, sequence_ess_fraction, set_targets
+from asyncrlhf.learner.step.wall import check_shards, learner_policy
+from asyncrlhf.learner.updates.deepspeed_updater import DeepSpeedUpdater
+from asyncrlhf.learner.updates.fsdp_updater import FsdpUpdater
+from asyncrlhf.learner.updates.pipeline_updater import PipelineUpdater
+from asyncrlhf.learner.updates.updaters import TorchUpdater, Updater, schedule_factor
+from asyncrlhf.models.adapter import trained_tensors
+from asyncrlhf.models.plain_pass import probe_texts
+from asyncrlhf.models.weight_files import WeightFiles
 from asyncrlhf.types import FloatArray, TrainBatch
 
 UPDATERS: dict[str, type[Updater]] = {"torch": TorchUpdater, "deepspeed": DeepSpeedUpdater}

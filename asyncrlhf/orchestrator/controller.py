@@ -46,26 +46,26 @@ from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.engines.generator_config import replica_kinds
 from asyncrlhf.errors import AsyncRLHFError, LearnerLostError, ReplicaError, StallError, failure_sentence
 from asyncrlhf.garbage import only_new_garbage
-from asyncrlhf.orchestrator.annotate import Annotator, Collector, References, Rewards
-from asyncrlhf.orchestrator.assembly import Assembly
-from asyncrlhf.orchestrator.bookkeeping import Bookkeeping
-from asyncrlhf.orchestrator.critics import Critics, CriticVersions
-from asyncrlhf.orchestrator.dispatch import Dispatcher
-from asyncrlhf.orchestrator.heldout import HeldOut
-from asyncrlhf.orchestrator.learn import LearnLoop
-from asyncrlhf.orchestrator.normalize import RewardNormalizer
-from asyncrlhf.orchestrator.recovery import Recovery
-from asyncrlhf.orchestrator.resume import completed, restore
-from asyncrlhf.orchestrator.rollback import Rollback, beginning
-from asyncrlhf.orchestrator.rollout_log import RolloutLog
+from asyncrlhf.orchestrator.learning.bookkeeping import Bookkeeping
+from asyncrlhf.orchestrator.learning.learn import LearnLoop
+from asyncrlhf.orchestrator.learning.normalize import RewardNormalizer
+from asyncrlhf.orchestrator.learning.rollback import Rollback, beginning
+from asyncrlhf.orchestrator.recording.resume import completed, restore
+from asyncrlhf.orchestrator.recording.rollout_log import RolloutLog
+from asyncrlhf.orchestrator.replicas.recovery import Recovery
+from asyncrlhf.orchestrator.replicas.turns import Turns
+from asyncrlhf.orchestrator.replicas.weight_sync import WeightPublisher
+from asyncrlhf.orchestrator.rollouts.annotate import Annotator, Collector, References, Rewards
+from asyncrlhf.orchestrator.rollouts.assembly import Assembly
+from asyncrlhf.orchestrator.rollouts.critics import Critics, CriticVersions
+from asyncrlhf.orchestrator.rollouts.dispatch import Dispatcher
+from asyncrlhf.orchestrator.rollouts.heldout import HeldOut
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.orchestrator.supervisor import Supervisor
-from asyncrlhf.orchestrator.turns import Turns
-from asyncrlhf.orchestrator.weight_sync import WeightPublisher
-from asyncrlhf.records.checkpoint import Saved
-from asyncrlhf.records.journal import Journal
-from asyncrlhf.records.progress import RunView
-from asyncrlhf.records.recorder import RunRecorder
+from asyncrlhf.records.show.progress import RunView
+from asyncrlhf.records.write.checkpoint import Saved
+from asyncrlhf.records.write.journal import Journal
+from asyncrlhf.records.write.recorder import RunRecorder
 from asyncrlhf.types import SamplingParams
 
 R = TypeVar("R")

@@ -22,19 +22,20 @@ from asyncrlhf.cluster.parts import build_runtime, service_notes
 from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.unused import unused_settings
-from asyncrlhf.data.checkpoint_folder import context_length, load_shape, load_tokenizer
-from asyncrlhf.data.checkpoint_notes import checkpoint_notes
-from asyncrlhf.data.pretrained import check_model, check_routers
-from asyncrlhf.data.vocabulary import check_prompts, end_tokens, sampled_vocabulary
 from asyncrlhf.errors import AsyncRLHFError, ConfigError, DiskFullError, failure_sentence, full_disk
-from asyncrlhf.learner.model_fits import check_dealt_out
-from asyncrlhf.learner.optimizers import check_optimizer
-from asyncrlhf.learner.user_loss import check_loss
+from asyncrlhf.learner.settings.model_fits import check_dealt_out
+from asyncrlhf.learner.step.user_loss import check_loss
+from asyncrlhf.learner.updates.optimizers import check_optimizer
+from asyncrlhf.models.checkpoint_folder import context_length, load_shape, load_tokenizer
+from asyncrlhf.models.checkpoint_notes import checkpoint_notes
+from asyncrlhf.models.pretrained import check_model, check_routers
+from asyncrlhf.models.vocabulary import check_prompts, end_tokens, sampled_vocabulary
 from asyncrlhf.orchestrator.controller import Controller, Outcome, build_state
-from asyncrlhf.orchestrator.heldout import HeldOut, evaluation_sets
-from asyncrlhf.orchestrator.interruption import in_order, like_ctrl_c
-from asyncrlhf.orchestrator.origin import Origin, find_origin
-from asyncrlhf.orchestrator.preflight import (
+from asyncrlhf.orchestrator.recording.resume import try_on
+from asyncrlhf.orchestrator.rollouts.heldout import HeldOut, evaluation_sets
+from asyncrlhf.orchestrator.start.interruption import in_order, like_ctrl_c
+from asyncrlhf.orchestrator.start.origin import Origin, find_origin
+from asyncrlhf.orchestrator.start.preflight import (
     ERROR_FILE,
     check_devices,
     check_penalties,
@@ -42,17 +43,16 @@ from asyncrlhf.orchestrator.preflight import (
     check_truncation,
     slow_formats,
 )
-from asyncrlhf.orchestrator.resume import try_on
 from asyncrlhf.readahead.outlook import fusion_in_force
-from asyncrlhf.records.attempts import attempts
-from asyncrlhf.records.callbacks import Callbacks
-from asyncrlhf.records.checkpoint import Saved, find_checkpoints, newest_whole, read_checkpoint, sweep_unfinished
-from asyncrlhf.records.progress import RunView
-from asyncrlhf.records.record_marker import check_records
-from asyncrlhf.records.recorder import RunRecorder
-from asyncrlhf.records.sinks import Sinks, check_sinks
-from asyncrlhf.records.status import STATUS_FILE, StatusFile
-from asyncrlhf.records.summary import build_summary, ledger_totals
+from asyncrlhf.records.show.callbacks import Callbacks
+from asyncrlhf.records.show.progress import RunView
+from asyncrlhf.records.show.sinks import Sinks, check_sinks
+from asyncrlhf.records.show.summary import build_summary, ledger_totals
+from asyncrlhf.records.write.attempts import attempts
+from asyncrlhf.records.write.checkpoint import Saved, find_checkpoints, newest_whole, read_checkpoint, sweep_unfinished
+from asyncrlhf.records.write.record_marker import check_records
+from asyncrlhf.records.write.recorder import RunRecorder
+from asyncrlhf.records.write.status import STATUS_FILE, StatusFile
 from asyncrlhf.redaction import redact, redacted
 from asyncrlhf.rewards.build_scorer import check_rewards
 from asyncrlhf.tasks.build_task import build_task

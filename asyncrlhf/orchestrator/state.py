@@ -20,7 +20,7 @@ from asyncrlhf.errors import ReplicaError
 from asyncrlhf.orchestrator.adaptive import AdaptiveBound
 from asyncrlhf.orchestrator.pace import Pace
 from asyncrlhf.readahead.owners import ReadAhead, ReaderHandle, ReadTotals
-from asyncrlhf.records.journal import Journal
+from asyncrlhf.records.write.journal import Journal
 from asyncrlhf.types import Annotation, BatchFault, Prompt, RolloutInfo
 
 R = TypeVar("R")

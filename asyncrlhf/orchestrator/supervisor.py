@@ -24,10 +24,10 @@ from typing import Any
 from asyncrlhf.cluster.calls import START, Call, Calls
 from asyncrlhf.cluster.handles import Runtime
 from asyncrlhf.errors import ReplicaError, StallError
-from asyncrlhf.orchestrator.annotate import Annotator
-from asyncrlhf.orchestrator.learn import LearnLoop
+from asyncrlhf.orchestrator.learning.learn import LearnLoop
+from asyncrlhf.orchestrator.replicas.weight_sync import WeightPublisher
+from asyncrlhf.orchestrator.rollouts.annotate import Annotator
 from asyncrlhf.orchestrator.state import Replica, RunState
-from asyncrlhf.orchestrator.weight_sync import WeightPublisher
 
 LOOKS = 20  # in the time of the limit
 # Of the limit: the time in one call before a part is pinged, and the time that it then has to answer. The last third is

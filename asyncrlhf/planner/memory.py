@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from asyncrlhf.planner.shapes import ModelShape
 
 USABLE = 0.92  # of a device's memory: allocators, kernels' workspaces and the communicators take the rest
-MAX_LOGITS = 2**27  # elements that the learner holds at once (learner/forward.py); beyond this it recomputes them
+MAX_LOGITS = 2**27  # elements that the learner holds at once (learner/model/forward.py); beyond this it recomputes them
 
 # Bytes per parameter: (on every rank, divided among the ranks), by dtype and layout. ZeRO-3 and FSDP2 gather a layer.
 LEARNER: Mapping[str, Mapping[str, tuple[float, float]]] = {

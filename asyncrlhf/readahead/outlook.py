@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from asyncrlhf.config.run_config import RunConfig
-from asyncrlhf.data.checkpoint_folder import load_shape
+from asyncrlhf.models.checkpoint_folder import load_shape
 from asyncrlhf.readahead.readings import past_refusal, reading_refusal
 from asyncrlhf.rewards.model import build_encoder, is_causal, load, policy_ids
 from asyncrlhf.rewards.reward_config import RewardConfig, RewardPart

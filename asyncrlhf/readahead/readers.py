@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from asyncrlhf.errors import ConfigError, RewardError
-from asyncrlhf.learner.companions import ReferencePolicy
+from asyncrlhf.learner.step.companions import ReferencePolicy
 from asyncrlhf.readahead.owners import Chunk, Prefilled
 from asyncrlhf.readahead.readings import Answer, Reading, Readings, past_refusal, reading_refusal
 from asyncrlhf.rewards.model import SLOW_PASS, ModelSource, context_of, head_of, policy_ids

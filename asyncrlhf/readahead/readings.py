@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import transformers
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner.attention import IMPLEMENTATION, Layout, packed_attention
+from asyncrlhf.learner.attention.attention import IMPLEMENTATION, Layout, packed_attention
 from asyncrlhf.readahead.owners import Chunk, Prefilled
 from asyncrlhf.rewards.model import policy_ids
 from asyncrlhf.rewards.reward import StuckError

@@ -11,9 +11,9 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from asyncrlhf.records.checkpoint import LEARNER_FOLDER, list_checkpoints
-from asyncrlhf.records.evaluations import EVALUATIONS_FOLDER
-from asyncrlhf.records.recorder import CONFIG_FILE, METRICS_FILE, ROLLOUTS_FOLDER, read_metrics
+from asyncrlhf.records.write.checkpoint import LEARNER_FOLDER, list_checkpoints
+from asyncrlhf.records.write.evaluations import EVALUATIONS_FOLDER
+from asyncrlhf.records.write.recorder import CONFIG_FILE, METRICS_FILE, ROLLOUTS_FOLDER, read_metrics
 from asyncrlhf.report import load
 from asyncrlhf.report.load import flatten
 from asyncrlhf.sweeps.job import read_summary

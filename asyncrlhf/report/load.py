@@ -16,7 +16,7 @@ import yaml
 
 from asyncrlhf.config.run_config import heldout_word
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.records.recorder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_metrics
+from asyncrlhf.records.write.recorder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_metrics
 
 # Settings that may differ between two runs of one configuration: their folders and displays.
 _NOT_CONFIGURATION = ("seed", "run_dir", "name", "logging", "checkpoint", "sweep")

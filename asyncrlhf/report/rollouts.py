@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from asyncrlhf.records.rollout_tokens import TOKENS_FOLDER
+from asyncrlhf.records.write.rollout_tokens import TOKENS_FOLDER
 from asyncrlhf.report.load import Run
 
 MAX_ROLLOUTS = 200  # of one run

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from asyncrlhf.records.summary import (
+from asyncrlhf.records.show.summary import (
     REPLICA_COLUMNS,
     duration,
     mean,

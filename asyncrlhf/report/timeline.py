@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from asyncrlhf.records.spans import SPANS_FOLDER
+from asyncrlhf.records.write.spans import SPANS_FOLDER
 from asyncrlhf.report.load import Run
 
 MAX_BARS = 1500

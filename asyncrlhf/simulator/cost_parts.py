@@ -15,7 +15,7 @@ from asyncrlhf.actors.learner import LearnerSpec
 from asyncrlhf.actors.messages import Offer, annotated
 from asyncrlhf.actors.worker import GeneratorSpec, Outbox
 from asyncrlhf.engines.engine import CacheMode, StepOutput
-from asyncrlhf.learner.learner_config import StepResult
+from asyncrlhf.learner.settings.learner_config import StepResult
 from asyncrlhf.simulator.cost_world import World
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.types import Annotation, GenerationRequest, Rollout, WeightManifest

@@ -13,7 +13,7 @@ from asyncrlhf.actors.worker import GeneratorSpec
 from asyncrlhf.cluster.handles import GeneratorHandle, Hear
 from asyncrlhf.cluster.local_runtime import LocalGenerator, LocalRuntime, Workers
 from asyncrlhf.cluster.placement import Specs
-from asyncrlhf.records.rollout_rows import RolloutRow
+from asyncrlhf.records.write.rollout_rows import RolloutRow
 from asyncrlhf.simulator.cost_parts import CostAnnotator, CostGenerator, CostLearner
 from asyncrlhf.simulator.cost_world import World
 from asyncrlhf.types import Payload

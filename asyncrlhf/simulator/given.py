@@ -20,8 +20,8 @@ from asyncrlhf.engines.generator_config import replica_kinds
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.planner.shapes import Workload
 from asyncrlhf.planner.tables import Fitted
-from asyncrlhf.records.recorder import METRICS_FILE
-from asyncrlhf.records.settings import recorded_settings
+from asyncrlhf.records.read.settings import recorded_settings
+from asyncrlhf.records.write.recorder import METRICS_FILE
 from asyncrlhf.simulator.shared_cores import Cores
 from asyncrlhf.validation import check
 
@@ -45,7 +45,7 @@ def fitted_costs(run: Path) -> tuple[Any, dict[str, Any]]:
 def workload_of(run: Path) -> Any:
     """The workload of a run. What it dropped in flight counts as at least as long as it had become by then."""
     from asyncrlhf.planner.fit import workload_of_run
-    from asyncrlhf.records.cut_short import cut_lengths
+    from asyncrlhf.records.read.cut_short import cut_lengths
 
     longest = changed(settings_of_run(run, ())).generator.max_completion_length
     return workload_of_run(run, cut_lengths(run), longest)

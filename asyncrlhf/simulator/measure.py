@@ -20,9 +20,9 @@ from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.cluster.handles import LONG_SECONDS, GeneratorHandle, Runtime
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import RunConfig
-from asyncrlhf.data.checkpoint_folder import context_length
 from asyncrlhf.errors import AsyncRLHFError
-from asyncrlhf.orchestrator.dispatch import request_seed
+from asyncrlhf.models.checkpoint_folder import context_length
+from asyncrlhf.orchestrator.rollouts.dispatch import request_seed
 from asyncrlhf.orchestrator.run import Prepared
 from asyncrlhf.planner.tables import Fitted, fit
 from asyncrlhf.types import GenerationRequest, Prompt, RolloutInfo, SamplingParams
@@ -389,7 +389,7 @@ def facts_of(config: RunConfig, overrides: Sequence[str]) -> dict[str, Any]:
 
     import torch
 
-    from asyncrlhf.records.summary import git_state
+    from asyncrlhf.records.show.summary import git_state
 
     on_gpu = max(config.generator.gpus, config.learner.gpus) > 0 and torch.cuda.is_available()
     return {

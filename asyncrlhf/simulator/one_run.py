@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
+from asyncrlhf.records.write.recorder import METRICS_FILE, read_metrics
 from asyncrlhf.simulator.given import (
     changed,
     config_of_run,

@@ -79,7 +79,7 @@ def _row(scene: Scene, template: Template, options: argparse.Namespace) -> dict[
 
 def _simulated(scene: Scene, template: Template, split: Split, options: argparse.Namespace) -> dict[str, float]:
     from asyncrlhf.config.compose import load_config
-    from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
+    from asyncrlhf.records.write.recorder import METRICS_FILE, read_metrics
     from asyncrlhf.simulator.cost_world import Conditions
     from asyncrlhf.simulator.simulate import OVERRIDES, figures, simulate
 

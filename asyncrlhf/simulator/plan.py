@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from asyncrlhf.config.compose import compose_config
 from asyncrlhf.config.run_config import KEEPS_MEMORY
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
+from asyncrlhf.records.write.recorder import METRICS_FILE, read_metrics
 from asyncrlhf.simulator.given import changed, fitted_costs, read_profile, settings_of_run, sharing, workload_of
 from asyncrlhf.simulator.plan_space import clusters_of, layout_of, node_labels, shape_of, space_of
 from asyncrlhf.validation import check_folder_name

@@ -17,7 +17,7 @@ from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
+from asyncrlhf.records.write.recorder import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
     from asyncrlhf.planner.choose import Chosen

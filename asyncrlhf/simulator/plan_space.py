@@ -24,7 +24,7 @@ SLOTS = (32, 64, 128, 256, 512)
 
 
 def shape_of(config: RunConfig) -> Any:
-    from asyncrlhf.data.checkpoint_folder import named
+    from asyncrlhf.models.checkpoint_folder import named
 
     path = Path(named(config.model.path))
     check(

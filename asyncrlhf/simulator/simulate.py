@@ -13,16 +13,16 @@ from asyncrlhf.cluster.clock import run_virtual
 from asyncrlhf.cluster.parts import placement_plan, specs
 from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.config.run_config import RunConfig
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
-from asyncrlhf.data.vocabulary import end_tokens, sampled_vocabulary
-from asyncrlhf.learner.learner_config import PARALLEL
+from asyncrlhf.learner.settings.learner_config import PARALLEL
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
+from asyncrlhf.models.vocabulary import end_tokens, sampled_vocabulary
 from asyncrlhf.orchestrator.controller import Controller, Outcome
-from asyncrlhf.orchestrator.heldout import HeldOut
-from asyncrlhf.records.callbacks import Callbacks
-from asyncrlhf.records.progress import RunView
-from asyncrlhf.records.recorder import RunRecorder
-from asyncrlhf.records.sinks import Sinks
-from asyncrlhf.records.summary import build_summary
+from asyncrlhf.orchestrator.rollouts.heldout import HeldOut
+from asyncrlhf.records.show.callbacks import Callbacks
+from asyncrlhf.records.show.progress import RunView
+from asyncrlhf.records.show.sinks import Sinks
+from asyncrlhf.records.show.summary import build_summary
+from asyncrlhf.records.write.recorder import RunRecorder
 from asyncrlhf.simulator.cost_runtime import CostRuntime
 from asyncrlhf.simulator.cost_world import Conditions, Costs, Lengths, World
 from asyncrlhf.tasks.build_task import build_task

@@ -13,11 +13,11 @@ import transformers
 from asyncrlhf.actors.annotator import RewardSpec
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.pretrained import load_model
-from asyncrlhf.data.vocabulary import sampled_vocabulary
 from asyncrlhf.engines.build_engine import build_engine
 from asyncrlhf.engines.engine import said_ids
-from asyncrlhf.orchestrator.dispatch import request_seed
+from asyncrlhf.models.pretrained import load_model
+from asyncrlhf.models.vocabulary import sampled_vocabulary
+from asyncrlhf.orchestrator.rollouts.dispatch import request_seed
 from asyncrlhf.redaction import redact
 from asyncrlhf.types import Annotation, FinishReason, GenerationRequest, Prompt, Rollout, SamplingParams
 

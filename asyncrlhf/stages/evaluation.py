@@ -12,12 +12,12 @@ import transformers
 
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.stage_config import ANSWERS
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
-from asyncrlhf.data.pretrained import check_model, load_sampled
-from asyncrlhf.data.vocabulary import end_tokens
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.orchestrator.heldout import pass_at_k
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
+from asyncrlhf.models.pretrained import check_model, load_sampled
+from asyncrlhf.models.vocabulary import end_tokens
+from asyncrlhf.orchestrator.rollouts.heldout import pass_at_k
 from asyncrlhf.orchestrator.run import Prepared, prepare
 from asyncrlhf.rewards.model import same_tokens
 from asyncrlhf.stages.answers import Scored, sample_answers, score_answers, written

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from asyncrlhf.config.run_config import RunConfig
-from asyncrlhf.records.summary import counted
+from asyncrlhf.records.show.summary import counted
 from asyncrlhf.rewards.model import load_reward_model, padded_batches, score_batch
 from asyncrlhf.rewards.reward_config import RewardModelConfig
 from asyncrlhf.stages.data import Split, hold_out

@@ -20,13 +20,13 @@ from transformers import TrainerCallback
 from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.checkpoint_manifest import check_manifest, read_json, write_manifest
-from asyncrlhf.orchestrator.interruption import NUMBERS
 from asyncrlhf.orchestrator.run import new_run_dir
-from asyncrlhf.records.checkpoint import FOLDER
-from asyncrlhf.records.record_marker import RecordMarker, check_records
-from asyncrlhf.records.recorder import METRICS_FILE, ROLLOUTS_FOLDER, RunRecorder, read_metrics
-from asyncrlhf.records.sinks import Sinks, check_sinks
-from asyncrlhf.records.summary import environment
+from asyncrlhf.orchestrator.start.interruption import NUMBERS
+from asyncrlhf.records.show.sinks import Sinks, check_sinks
+from asyncrlhf.records.show.summary import environment
+from asyncrlhf.records.write.checkpoint import FOLDER
+from asyncrlhf.records.write.record_marker import RecordMarker, check_records
+from asyncrlhf.records.write.recorder import METRICS_FILE, ROLLOUTS_FOLDER, RunRecorder, read_metrics
 from asyncrlhf.redaction import redact, redacted
 from asyncrlhf.validation import check
 

@@ -11,7 +11,7 @@ import transformers
 
 from asyncrlhf.algorithms.kl import kl_estimate
 from asyncrlhf.algorithms.logprobs import token_logprobs
-from asyncrlhf.data.vocabulary import sampled_ids
+from asyncrlhf.models.vocabulary import sampled_ids
 from asyncrlhf.rewards.model import padded_batches
 from asyncrlhf.types import FloatArray, IntArray, Rollout
 

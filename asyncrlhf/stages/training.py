@@ -18,15 +18,15 @@ from transformers.utils import logging as transformers_logging
 
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.stage_config import TrainerConfig
-from asyncrlhf.data.adapter import peft_settings
-from asyncrlhf.data.checkpoint_folder import context_length, load_tokenizer, resolve
-from asyncrlhf.data.checkpoint_notes import checkpoint_notes
-from asyncrlhf.data.pretrained import check_model
-from asyncrlhf.data.vocabulary import check_template
+from asyncrlhf.models.adapter import peft_settings
+from asyncrlhf.models.checkpoint_folder import context_length, load_tokenizer, resolve
+from asyncrlhf.models.checkpoint_notes import checkpoint_notes
+from asyncrlhf.models.pretrained import check_model
+from asyncrlhf.models.vocabulary import check_template
 from asyncrlhf.orchestrator.run import RUNS
-from asyncrlhf.records.checkpoint import FOLDER, find_checkpoints, newest_whole
-from asyncrlhf.records.record_marker import refuse_used_folder
-from asyncrlhf.records.recorder import writing_to
+from asyncrlhf.records.write.checkpoint import FOLDER, find_checkpoints, newest_whole
+from asyncrlhf.records.write.record_marker import refuse_used_folder
+from asyncrlhf.records.write.recorder import writing_to
 from asyncrlhf.stages.stage_record import (
     LEFT_OUT,
     MARKER_FILE,

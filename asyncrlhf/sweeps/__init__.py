@@ -1,1 +1,3 @@
-"""Grids of runs: their jobs, where and in which order these run, and their common results."""
+"""Grids and searches of runs: their jobs, where and in which order these run, and their common results."""
+
+DOORS = ("job", "plan", "record", "results", "run", "sentences", "table")

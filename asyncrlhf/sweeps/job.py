@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrlhf.config.run_config import RunConfig
-from asyncrlhf.records.recorder import SUMMARY_FILE
+from asyncrlhf.records.write.recorder import SUMMARY_FILE
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from asyncrlhf.config.conversion import from_hydra, to_plain
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.sweep_config import SweepConfig
 from asyncrlhf.errors import ConfigError, ContradictionError
-from asyncrlhf.records.metric_names import find_metric
+from asyncrlhf.records.show.metric_names import find_metric
 from asyncrlhf.redaction import redact
 from asyncrlhf.sweeps.job import Job
 from asyncrlhf.sweeps.search import Search

@@ -16,9 +16,9 @@ from asyncrlhf.config.compose import quoted
 from asyncrlhf.config.conversion import conf_folder, to_plain
 from asyncrlhf.config.inputs import digest_of, named_files
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.records.checkpoint import list_checkpoints
-from asyncrlhf.records.recorder import write_atomically
-from asyncrlhf.records.summary import git_state
+from asyncrlhf.records.show.summary import git_state
+from asyncrlhf.records.write.checkpoint import list_checkpoints
+from asyncrlhf.records.write.recorder import write_atomically
 from asyncrlhf.redaction import redacted
 from asyncrlhf.sweeps.job import Job, JobRecord, read_summary
 from asyncrlhf.sweeps.plan import SweepPlan

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
+from asyncrlhf.records.write.recorder import METRICS_FILE, read_metrics
 from asyncrlhf.sweeps.job import read_summary
 from asyncrlhf.sweeps.record import after_a_kill, is_owned, read_sweep
 from asyncrlhf.sweeps.search import objective

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrlhf.config.sweep_config import SweepConfig
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
+from asyncrlhf.records.write.recorder import METRICS_FILE, read_metrics
 from asyncrlhf.sweeps.space import Axis
 
 if TYPE_CHECKING:

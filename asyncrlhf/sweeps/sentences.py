@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrlhf.records.recorder import write_atomically
-from asyncrlhf.records.summary import counted
+from asyncrlhf.records.show.summary import counted
+from asyncrlhf.records.write.recorder import write_atomically
 from asyncrlhf.sweeps.results import ONLY_METHOD, Cell, Estimate, Results, paired
 
 RESULTS_FILE = "results.json"

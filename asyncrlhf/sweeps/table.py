@@ -13,8 +13,8 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from asyncrlhf.records.recorder import METRICS_FILE
-from asyncrlhf.records.summary import duration
+from asyncrlhf.records.show.summary import duration
+from asyncrlhf.records.write.recorder import METRICS_FILE
 from asyncrlhf.sweeps.job import JobRecord
 from asyncrlhf.sweeps.record import SweepRecord
 

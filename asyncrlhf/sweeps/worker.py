@@ -180,7 +180,7 @@ def _train(order: Order) -> tuple[str, str]:
     from asyncrlhf.config.compose import compose_config
     from asyncrlhf.config.conversion import from_hydra
     from asyncrlhf.orchestrator.run import train
-    from asyncrlhf.records.summary import plain_words
+    from asyncrlhf.records.show.summary import plain_words
 
     torch.set_num_threads(order.threads)
     config = from_hydra(compose_config(order.overrides, Path(order.config_dir) if order.config_dir else None))

@@ -1,1 +1,3 @@
-"""The built-in tasks: prompts with verifiable answers."""
+"""The built-in tasks, prompts with verifiable answers, and the user's own prompts."""
+
+DOORS = ("build_task", "prompts", "task")

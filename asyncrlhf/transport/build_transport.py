@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from asyncrlhf.transport.collective import CollectiveSender
-from asyncrlhf.transport.collective_receiver import CollectiveReceiver
+from asyncrlhf.transport.collective.receiver import CollectiveReceiver
+from asyncrlhf.transport.collective.sender import CollectiveSender
 from asyncrlhf.transport.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from asyncrlhf.transport.disk import DiskReceiver, DiskSender
 from asyncrlhf.transport.local import LocalReceiver, LocalSender

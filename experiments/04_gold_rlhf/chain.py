@@ -19,7 +19,7 @@ import yaml
 
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.orchestrator.run import train
-from asyncrlhf.records.checkpoint import LEARNER_FOLDER, list_checkpoints
+from asyncrlhf.records.write.checkpoint import LEARNER_FOLDER, list_checkpoints
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

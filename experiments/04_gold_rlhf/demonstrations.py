@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from asyncrlhf.config.compose import load_config
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
 from asyncrlhf.tasks.build_task import build_task
 from asyncrlhf.tasks.task import Task
 

@@ -38,7 +38,7 @@ from chain import (
     trained_model,
 )
 
-from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
+from asyncrlhf.records.write.recorder import METRICS_FILE, read_metrics
 
 KEY = ["algorithm", "mode", "seed"]
 # Of metrics.jsonl, under the study's names.

@@ -24,7 +24,7 @@ from typing import Any
 
 from asyncrlhf.actors.where import available_cores
 from asyncrlhf.planner.fit import hiccups_of_run
-from asyncrlhf.records.recorder import read_metrics
+from asyncrlhf.records.write.recorder import read_metrics
 from asyncrlhf.simulator.cost_world import Conditions
 from asyncrlhf.simulator.given import changed, config_of_run, fitted_costs, settings_of_run, sharing, workload_of
 from asyncrlhf.simulator.simulate import figures, simulate

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from asyncrlhf.planner.tables import fit
-from asyncrlhf.records.recorder import read_metrics
+from asyncrlhf.records.write.recorder import read_metrics
 
 NAMES = ("remote_calls", "sequences", "controller_cpu_seconds")
 

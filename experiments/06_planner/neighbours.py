@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrlhf.planner.layout import Layout, overrides
-from asyncrlhf.records.recorder import read_metrics
+from asyncrlhf.records.write.recorder import read_metrics
 from asyncrlhf.simulator.simulate import figures
 
 BOUNDS = [0, 1, 2, 4, 8, 16]

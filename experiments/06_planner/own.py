@@ -31,8 +31,8 @@ from asyncrlhf.bench.overlap import LOAD, QUIET
 from asyncrlhf.engines.generator_config import replica_kinds
 from asyncrlhf.planner.shapes import Workload
 from asyncrlhf.planner.tables import Fitted
-from asyncrlhf.records.cut_short import flights
-from asyncrlhf.records.recorder import read_metrics
+from asyncrlhf.records.read.cut_short import flights
+from asyncrlhf.records.write.recorder import read_metrics
 from asyncrlhf.simulator.cost_world import Conditions
 from asyncrlhf.simulator.given import changed, config_of_run, settings_of_run
 from asyncrlhf.simulator.simulate import figures, settled, simulate

@@ -15,7 +15,7 @@ from pathlib import Path
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.planner.shapes import Workload
 from asyncrlhf.planner.tables import Fitted
-from asyncrlhf.records.recorder import read_metrics
+from asyncrlhf.records.write.recorder import read_metrics
 from asyncrlhf.simulator.cost_world import Conditions
 from asyncrlhf.simulator.simulate import OVERRIDES, figures, in_cohorts, simulate
 

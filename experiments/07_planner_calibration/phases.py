@@ -10,7 +10,7 @@ from asyncrlhf.config.compose import load_config
 from asyncrlhf.planner.costs import CostModel
 from asyncrlhf.planner.shapes import Workload, cluster_of
 from asyncrlhf.planner.tables import Fitted
-from asyncrlhf.records.recorder import read_metrics
+from asyncrlhf.records.write.recorder import read_metrics
 from asyncrlhf.simulator.simulate import OVERRIDES, figures, simulate
 from asyncrlhf.simulator.templates import MODELS
 

@@ -19,10 +19,10 @@ from typing import Any
 from asyncrlhf.bench.measure import show, spread, tell, write
 from asyncrlhf.bench.overlap import QUIET, WARM_UP, alone
 from asyncrlhf.config.compose import load_config
-from asyncrlhf.data.checkpoint_folder import resolve
 from asyncrlhf.errors import AsyncRLHFError
+from asyncrlhf.models.checkpoint_folder import resolve
 from asyncrlhf.orchestrator.run import train
-from asyncrlhf.records.recorder import read_metrics
+from asyncrlhf.records.write.recorder import read_metrics
 from asyncrlhf.report.frames import Run
 from asyncrlhf.stages.evaluation import evaluate
 

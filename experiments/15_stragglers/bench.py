@@ -14,7 +14,7 @@ from asyncrlhf.bench.measure import show, spread, tell, write
 from asyncrlhf.bench.overlap import QUIET
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.orchestrator.run import train
-from asyncrlhf.records.recorder import read_metrics
+from asyncrlhf.records.write.recorder import read_metrics
 
 SETTING = [
     *QUIET,

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import asyncrlhf
-from asyncrlhf.records.recorder import read_metrics
+from asyncrlhf.records.write.recorder import read_metrics
 
 HERE = Path(__file__).parent
 PRESETS = sorted(path.stem for path in (HERE.parents[1] / "conf" / "algorithm").glob("*.yaml"))

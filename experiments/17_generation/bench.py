@@ -24,9 +24,9 @@ from asyncrlhf.cluster.own_ray import OwnRay
 from asyncrlhf.cluster.ray_handles import RayGenerator
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import RunConfig
-from asyncrlhf.engines.vllm_core import engine_arguments, sampling_arguments
+from asyncrlhf.engines.vllm.core import engine_arguments, sampling_arguments
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
-from asyncrlhf.orchestrator.dispatch import request_seed
+from asyncrlhf.orchestrator.rollouts.dispatch import request_seed
 from asyncrlhf.orchestrator.run import Prepared, prepare
 from asyncrlhf.types import GenerationRequest
 

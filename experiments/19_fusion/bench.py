@@ -29,13 +29,13 @@ from asyncrlhf.cluster.ray_calls import START_SECONDS, ask
 from asyncrlhf.cluster.ray_handles import RayAnnotator, RayGenerator, addressed
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import RunConfig
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.errors import AsyncRLHFError, ReplicaError
-from asyncrlhf.orchestrator.annotate import Collector, Rewards
-from asyncrlhf.orchestrator.assembly import Assembly
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
 from asyncrlhf.orchestrator.controller import build_state
-from asyncrlhf.orchestrator.dispatch import Dispatcher
+from asyncrlhf.orchestrator.rollouts.annotate import Collector, Rewards
+from asyncrlhf.orchestrator.rollouts.assembly import Assembly
+from asyncrlhf.orchestrator.rollouts.dispatch import Dispatcher
 from asyncrlhf.orchestrator.run import Prepared, prepare
 from asyncrlhf.orchestrator.state import Replica
 from asyncrlhf.rewards.reward_config import GRANULARITIES

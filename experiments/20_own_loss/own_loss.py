@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from asyncrlhf.learner.user_loss import LossInputs
+from asyncrlhf.learner.step.user_loss import LossInputs
 
 WIDTH = 0.2  # the log-ratio is held within +-WIDTH
 CAP = 2.0  # on the weight that corrects for the behavior policy

@@ -31,10 +31,10 @@ from asyncrlhf.cluster.clock import run_virtual
 from asyncrlhf.config.environment_config import LoggingConfig
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.engines.generator_config import GeneratorConfig
-from asyncrlhf.learner.learner_config import StepResult
-from asyncrlhf.orchestrator.bookkeeping import HeldOut
+from asyncrlhf.learner.settings.learner_config import StepResult
 from asyncrlhf.orchestrator.controller import Controller
-from asyncrlhf.records.recorder import RunRecorder
+from asyncrlhf.orchestrator.learning.bookkeeping import HeldOut
+from asyncrlhf.records.write.recorder import RunRecorder
 from asyncrlhf.types import GenerationRequest, Payload, Prompt, Rollout, RolloutInfo, SamplingParams, WeightManifest
 
 try:
@@ -229,7 +229,9 @@ class TimerRuntime:
         return [p.ref[p.index] for p in payloads]
 
     def write_part(self, target: Path, rows: Sequence[Any], payloads: Sequence[Payload | None]) -> Any:
-        from asyncrlhf.records.recorder import write_part  # which an older version lacks; it has ``fetch`` instead
+        from asyncrlhf.records.write.recorder import (
+            write_part,  # which an older version lacks; it has ``fetch`` instead
+        )
 
         return self._writer.submit(write_part, target, rows, [p.ref[p.index] if p else None for p in payloads])
 

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from asyncrlhf.bench.measure import spread, write
-from asyncrlhf.records.recorder import read_metrics
+from asyncrlhf.records.write.recorder import read_metrics
 from asyncrlhf.sweeps.record import read_sweep
 
 worlds = importlib.import_module("experiments.23_pacing.worlds")

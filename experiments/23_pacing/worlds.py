@@ -25,11 +25,11 @@ from asyncrlhf.cluster.local_runtime import LocalRuntime, Workers
 from asyncrlhf.cluster.parts import build_runtime
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.engines.engine import StepOutput
-from asyncrlhf.learner.learner_config import StepResult
-from asyncrlhf.orchestrator.bookkeeping import HeldOut
+from asyncrlhf.learner.settings.learner_config import StepResult
 from asyncrlhf.orchestrator.controller import Controller
+from asyncrlhf.orchestrator.learning.bookkeeping import HeldOut
 from asyncrlhf.orchestrator.run import prepare
-from asyncrlhf.records.recorder import RunRecorder, read_metrics
+from asyncrlhf.records.write.recorder import RunRecorder, read_metrics
 from asyncrlhf.types import Annotation, GenerationRequest, Rollout, WeightManifest
 
 QUIET = (

@@ -75,9 +75,9 @@ def serve(options: argparse.Namespace) -> None:
     import torch
     import transformers
 
-    from asyncrlhf.learner.algorithm import AlgorithmConfig
-    from asyncrlhf.learner.attention import IMPLEMENTATION
-    from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
+    from asyncrlhf.learner.attention.attention import IMPLEMENTATION
+    from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+    from asyncrlhf.learner.settings.learner_config import BackendSpec, LearnerConfig
     from asyncrlhf.learner.torch_backend import TorchBackend
 
     torch.set_num_threads(options.threads)
@@ -107,8 +107,8 @@ def needed(options: argparse.Namespace) -> tuple[float, float]:
     import torch
 
     from asyncrlhf.data.packing import sequence_lengths
-    from asyncrlhf.learner.algorithm import AlgorithmConfig
-    from asyncrlhf.learner.plan import plan_step
+    from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+    from asyncrlhf.learner.step.plan import plan_step
 
     given = batch(options.law, options.sequences, 19)
     plan = plan_step(given, AlgorithmConfig(), options.budget, torch.device("cpu"))

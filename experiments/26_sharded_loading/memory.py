@@ -88,9 +88,9 @@ def rank_job(pipe: Connection, rank: int, options: argparse.Namespace, port: int
 
     from asyncrlhf.actors.learner import LearnerSpec, load_models
     from asyncrlhf.data.data_config import ModelConfig
-    from asyncrlhf.learner.algorithm import AlgorithmConfig
-    from asyncrlhf.learner.distributed import init_process_group
-    from asyncrlhf.learner.learner_config import LearnerConfig
+    from asyncrlhf.learner.ranks.distributed import init_process_group
+    from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+    from asyncrlhf.learner.settings.learner_config import LearnerConfig
     from asyncrlhf.learner.torch_backend import TorchBackend
     from asyncrlhf.transport.weights_config import WeightsConfig
 
@@ -111,7 +111,7 @@ def rank_job(pipe: Connection, rank: int, options: argparse.Namespace, port: int
     before, started = private(), time.monotonic()
     with Peak() as peak:
         if options.whole:
-            from asyncrlhf.data.pretrained import load_policy
+            from asyncrlhf.models.pretrained import load_policy
 
             models: dict[str, Any] = {"model": load_policy(spec.model, "cpu", torch.float32)}
         else:

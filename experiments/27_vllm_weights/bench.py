@@ -24,10 +24,10 @@ import torch
 
 from asyncrlhf.actors.build_generator import build_worker
 from asyncrlhf.actors.worker import GeneratorSpec
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.engines.engine import named_weights
 from asyncrlhf.engines.generator_config import GeneratorConfig, VllmConfig
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
 from asyncrlhf.transport.build_transport import build_receiver, build_sender
 from asyncrlhf.transport.protocol import worker_name
 from asyncrlhf.transport.weights_config import WeightsConfig

@@ -36,7 +36,7 @@ import psutil
 import torch
 
 from asyncrlhf.cli.main import main as command
-from asyncrlhf.records.checkpoint import list_checkpoints
+from asyncrlhf.records.write.checkpoint import list_checkpoints
 from tests.chaos.promises import broken_promises, figures
 from tests.chaos.run import commit
 from tests.chaos.simulation import seeds_of

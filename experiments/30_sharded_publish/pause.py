@@ -27,9 +27,9 @@ def rank_of(rank: int, ranks: int, port: int, options: argparse.Namespace, pipe:
     import torch.distributed as dist
     import transformers
 
-    from asyncrlhf.learner.algorithm import AlgorithmConfig
-    from asyncrlhf.learner.distributed import init_process_group
-    from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
+    from asyncrlhf.learner.ranks.distributed import init_process_group
+    from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+    from asyncrlhf.learner.settings.learner_config import BackendSpec, LearnerConfig
     from asyncrlhf.learner.torch_backend import TorchBackend
     from asyncrlhf.transport.build_transport import lay_out
     from asyncrlhf.transport.manifest import FlatBuckets, copy_tensors

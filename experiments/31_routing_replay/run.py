@@ -24,7 +24,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.orchestrator.run import train
-from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
+from asyncrlhf.records.write.recorder import METRICS_FILE, read_metrics
 
 HERE = Path(__file__).absolute().parent
 RUNS, CURVES = HERE / "runs.csv", HERE / "curves.csv"

@@ -14,7 +14,7 @@ from asyncrlhf.cluster.handles import LONG_SECONDS, AnnotatorHandle, GeneratorHa
 from asyncrlhf.cluster.local_runtime import LocalAnnotator, LocalGenerator, LocalLearner, LocalRuntime, fetch_local
 from asyncrlhf.cluster.ranks import a_rank
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.records.rollout_rows import write_part
+from asyncrlhf.records.write.rollout_rows import write_part
 from asyncrlhf.transport.protocol import LostReceiversError
 from asyncrlhf.types import Payload, Rollout
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncrlhf.cluster.ray_runtime import RayRuntime
-from asyncrlhf.orchestrator.bookkeeping import Bookkeeping
 from asyncrlhf.orchestrator.controller import Controller
-from asyncrlhf.orchestrator.heldout import HeldOut
-from asyncrlhf.orchestrator.weight_sync import WeightPublisher
+from asyncrlhf.orchestrator.learning.bookkeeping import Bookkeeping
+from asyncrlhf.orchestrator.replicas.weight_sync import WeightPublisher
+from asyncrlhf.orchestrator.rollouts.heldout import HeldOut
 from tests.chaos.injection import PARTS, Case, process_of, say, targets
 
 STEPS = 8

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from asyncrlhf.buffer.admission import StalenessGate, scheduled_versions
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import AsyncRLHFError, LedgerError, StaleBatchError, StallError
-from asyncrlhf.records.recorder import METRICS_FILE, ROLLOUTS_FOLDER, read_metrics
+from asyncrlhf.records.write.recorder import METRICS_FILE, ROLLOUTS_FOLDER, read_metrics
 from tests.chaos.faults import ENDLESS, Fault, Faults, FaultyGenerator, FaultyRuntime, Mortal
 from tests.chaos.parts import LIFE, Trained, World
 

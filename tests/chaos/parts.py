@@ -23,7 +23,7 @@ import numpy as np
 from asyncrlhf.actors.messages import Offer, annotated
 from asyncrlhf.actors.worker import Outbox
 from asyncrlhf.engines.engine import StepOutput
-from asyncrlhf.learner.learner_config import StepResult
+from asyncrlhf.learner.settings.learner_config import StepResult
 from asyncrlhf.types import Annotation, GenerationFailure, GenerationRequest, Rollout, WeightManifest
 
 TOKENS = 3  # of each response

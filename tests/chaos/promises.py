@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import yaml
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.records.recorder import CONFIG_FILE, ROLLOUTS_FOLDER, SUMMARY_FILE
-from asyncrlhf.records.verify import verify
+from asyncrlhf.records.read.verify import verify
+from asyncrlhf.records.write.recorder import CONFIG_FILE, ROLLOUTS_FOLDER, SUMMARY_FILE
 
 
 def broken_promises(run_dir: Path) -> list[str]:

@@ -36,8 +36,8 @@ os.environ.update(
 import psutil
 
 from asyncrlhf.cluster.own_ray import OwnRay
-from asyncrlhf.records.checkpoint import list_checkpoints
-from asyncrlhf.records.journal import JOURNAL_FILE
+from asyncrlhf.records.write.checkpoint import list_checkpoints
+from asyncrlhf.records.write.journal import JOURNAL_FILE
 from tests.chaos.injection import STALL_SECONDS, Case, child, draw_case
 from tests.chaos.moments import BUILDING, moment_cases
 from tests.chaos.promises import broken_promises, figures

@@ -37,10 +37,10 @@ from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
 from asyncrlhf.orchestrator.controller import Controller
-from asyncrlhf.orchestrator.heldout import HeldOut
-from asyncrlhf.records.checkpoint import list_checkpoints, read_checkpoint
-from asyncrlhf.records.recorder import RunRecorder
-from asyncrlhf.records.run_lock import LOCK_FILE
+from asyncrlhf.orchestrator.rollouts.heldout import HeldOut
+from asyncrlhf.records.write.checkpoint import list_checkpoints, read_checkpoint
+from asyncrlhf.records.write.recorder import RunRecorder
+from asyncrlhf.records.write.run_lock import LOCK_FILE
 from asyncrlhf.types import Prompt, SamplingParams
 from tests.chaos.faults import KINDS, Fault, Faults, FaultyRuntime, SpinError
 from tests.chaos.oracle import Sleepers, end_broken, idle, now_broken, untrue

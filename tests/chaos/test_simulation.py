@@ -12,11 +12,11 @@ import pytest
 from asyncrlhf.actors.worker import Outbox
 from asyncrlhf.buffer.async_config import MODES
 from asyncrlhf.cluster.clock import Signal
-from asyncrlhf.orchestrator.assembly import Assembly
-from asyncrlhf.orchestrator.learn import LearnLoop
-from asyncrlhf.orchestrator.rollback import Rollback
+from asyncrlhf.orchestrator.learning.learn import LearnLoop
+from asyncrlhf.orchestrator.learning.rollback import Rollback
+from asyncrlhf.orchestrator.replicas.weight_sync import WeightPublisher
+from asyncrlhf.orchestrator.rollouts.assembly import Assembly
 from asyncrlhf.orchestrator.state import Replica, RunState
-from asyncrlhf.orchestrator.weight_sync import WeightPublisher
 from asyncrlhf.types import RolloutInfo
 from tests.chaos.simulation import Result, draw_config, seeds_of, simulate
 

@@ -10,7 +10,7 @@ import pytest
 from asyncrlhf.engines.engine import Engine
 from asyncrlhf.engines.fake import FakeEngine
 from asyncrlhf.engines.generator_config import FakeConfig
-from asyncrlhf.engines.hf import HFEngine
+from asyncrlhf.engines.hf.hf_engine import HFEngine
 from asyncrlhf.types import GenerationFailure, GenerationRequest, Prompt, Rollout, SamplingParams
 from tests.numeric import FLOAT32, assert_close
 from tests.vllm_tiny import VOCABULARY, TinyVllm, needs_vllm, tiny_model

@@ -10,12 +10,12 @@ import torch
 
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.packing import pack
-from asyncrlhf.data.pretrained import load_model
-from asyncrlhf.engines.hf import HFEngine
-from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
-from asyncrlhf.learner.optimizers import build_optimizer
+from asyncrlhf.engines.hf.hf_engine import HFEngine
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.settings.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
+from asyncrlhf.learner.updates.optimizers import build_optimizer
+from asyncrlhf.models.pretrained import load_model
 from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams, TrainSample
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.engines.engine import CacheMode, named_weights
 from asyncrlhf.engines.generator_config import GeneratorConfig, VllmConfig
+from asyncrlhf.models.pretrained import load_model
 from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams
 from tests.mixtures import checkpoint, own_routes
 
@@ -25,8 +25,8 @@ pytestmark = [
 @pytest.mark.parametrize("cache", ["keep", "recompute"])
 def test_vllm_tells_the_experts_of_each_token(tmp_path: Path, cache: CacheMode) -> None:
     """Of responses that share a prompt's cached blocks, and of some with a load in their midst."""
-    from asyncrlhf.engines.vllm_core import VllmCore
-    from asyncrlhf.engines.vllm_engine import VllmEngine
+    from asyncrlhf.engines.vllm.core import VllmCore
+    from asyncrlhf.engines.vllm.vllm_engine import VllmEngine
 
     model = ModelConfig(path=str(checkpoint(tmp_path / "model", hidden_size=64, head_dim=16)), dtype="float32")
     own = VllmConfig(gpu_memory_utilization=0.2, max_model_len=128, enforce_eager=True)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.engines.engine import Engine, named_weights
 from asyncrlhf.engines.generator_config import GeneratorConfig, VllmConfig
-from asyncrlhf.engines.hf import HFEngine
+from asyncrlhf.engines.hf.hf_engine import HFEngine
 from asyncrlhf.learner.asleep import RankSleep
-from asyncrlhf.learner.learner_config import LearnerConfig
+from asyncrlhf.learner.settings.learner_config import LearnerConfig
+from asyncrlhf.models.pretrained import load_model
 from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams
 from tests.unit.learner.worlds import backend, llama, random_batch
 
@@ -26,8 +26,8 @@ TEXT = [np.arange(3, 15)]
 def make_engine(kind: str) -> Engine:
     if kind == "hf":
         return HFEngine(load_model(ModelConfig(), "cuda"), slots=8)
-    from asyncrlhf.engines.vllm_core import VllmCore
-    from asyncrlhf.engines.vllm_engine import VllmEngine
+    from asyncrlhf.engines.vllm.core import VllmCore
+    from asyncrlhf.engines.vllm.vllm_engine import VllmEngine
 
     own = VllmConfig(enable_sleep_mode=True, gpu_memory_utilization=0.2, max_model_len=128, enforce_eager=True)
     return VllmEngine(VllmCore(GeneratorConfig(engine="vllm", gpus=1, slots=8, vllm=own), ModelConfig()), slots=8)

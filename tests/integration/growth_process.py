@@ -15,7 +15,7 @@ from ray.cluster_utils import Cluster
 
 from asyncrlhf.cluster import ray_runtime
 from asyncrlhf.cluster.ray_handles import RayLearner
-from asyncrlhf.orchestrator import recovery
+from asyncrlhf.orchestrator.replicas import recovery
 from tests import loop
 from tests.ray_run import before, until, watch
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrlhf.data.adapter import trained_tensors
 from asyncrlhf.data.data_config import LoraConfig, ModelConfig
-from asyncrlhf.data.pretrained import load_policy
 from asyncrlhf.errors import WeightSyncError
+from asyncrlhf.models.adapter import trained_tensors
+from asyncrlhf.models.pretrained import load_policy
 from asyncrlhf.transport.local import LocalReceiver
 from tests import ray_run
 from tests.loop import run

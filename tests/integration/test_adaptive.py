@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrlhf.cluster.local_runtime import LocalLearner
-from asyncrlhf.records.progress import Progress
+from asyncrlhf.records.show.progress import Progress
 from tests.integration.test_local_loop import interrupt_after
 from tests.loop import FAKE, run, train_nothing
 

@@ -22,12 +22,12 @@ from asyncrlhf.cluster.parts import critic_spec, reference_spec
 from asyncrlhf.cluster.ray_handles import RayAnnotator
 from asyncrlhf.cluster.ray_runtime import RayRuntime
 from asyncrlhf.config.compose import load_config
-from asyncrlhf.data.pretrained import load_policy
 from asyncrlhf.errors import AsyncRLHFError, ReplicaError
-from asyncrlhf.learner.companions import ValueModel
-from asyncrlhf.learner.plan import StepPlan
+from asyncrlhf.learner.step.companions import ValueModel
+from asyncrlhf.learner.step.plan import StepPlan
 from asyncrlhf.learner.torch_backend import TorchBackend
-from asyncrlhf.records.saved_rollouts import read_rollouts
+from asyncrlhf.models.pretrained import load_policy
+from asyncrlhf.records.write.saved_rollouts import read_rollouts
 from asyncrlhf.transport.build_transport import build_sender
 from asyncrlhf.types import Annotation, Payload, RolloutInfo, TrainBatch
 from tests import loop, ray_run

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from asyncrlhf.cli.main import main
-from asyncrlhf.data.checkpoint_folder import resolve
+from asyncrlhf.models.checkpoint_folder import resolve
 from tests.loop import QUIET, run
 from tests.unit.engines.families import family
 

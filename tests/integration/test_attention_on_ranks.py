@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from asyncrlhf.learner.deepspeed_updater import _import_deepspeed
-from asyncrlhf.learner.distributed import Peers
-from asyncrlhf.learner.forward import PackedPolicy
-from asyncrlhf.learner.inputs import PackedInputs
-from asyncrlhf.learner.mesh import Mesh
-from asyncrlhf.learner.sequence import ContextParallel
-from asyncrlhf.learner.tensor_parallel import deal_out_model
-from asyncrlhf.learner.ulysses import Ulysses
+from asyncrlhf.learner.model.forward import PackedPolicy
+from asyncrlhf.learner.model.inputs import PackedInputs
+from asyncrlhf.learner.model.sequence import ContextParallel
+from asyncrlhf.learner.model.tensor_parallel import deal_out_model
+from asyncrlhf.learner.model.ulysses import Ulysses
+from asyncrlhf.learner.ranks.distributed import Peers
+from asyncrlhf.learner.ranks.mesh import Mesh
+from asyncrlhf.learner.updates.deepspeed_updater import _import_deepspeed
 from tests.numeric import assert_close
 from tests.unit.learner.ranks import run_ranks
 from tests.unit.learner.test_attention_kinds import random_model

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrlhf.engines.hf import HFEngine
+from asyncrlhf.engines.hf.hf_engine import HFEngine
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.transport import weights_config
 from tests.loop import run

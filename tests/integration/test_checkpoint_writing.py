@@ -16,10 +16,10 @@ import pytest
 from asyncrlhf.cluster.local_runtime import LocalLearner
 from asyncrlhf.data.checkpoint_manifest import MANIFEST, check_manifest
 from asyncrlhf.errors import AsyncRLHFError, CheckpointError, DiskFullError
-from asyncrlhf.learner import state_writer
-from asyncrlhf.orchestrator.bookkeeping import WRITE_OUT_SECONDS, Bookkeeping
-from asyncrlhf.orchestrator.learn import LearnLoop
-from asyncrlhf.records.checkpoint import CheckpointWriter, list_checkpoints
+from asyncrlhf.learner.state import state_writer
+from asyncrlhf.orchestrator.learning.bookkeeping import WRITE_OUT_SECONDS, Bookkeeping
+from asyncrlhf.orchestrator.learning.learn import LearnLoop
+from asyncrlhf.records.write.checkpoint import CheckpointWriter, list_checkpoints
 from tests.loop import FAKE, run
 
 SETTINGS = (*FAKE, "eval_every=0", "checkpoint.every=2", "checkpoint.keep=9", "async.max_staleness=2")

@@ -11,9 +11,9 @@ import torch
 
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.inputs import PackedInputs
-from asyncrlhf.learner.learner_config import LearnerConfig
+from asyncrlhf.learner.model.inputs import PackedInputs
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.settings.learner_config import LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.types import TrainBatch
 from tests.numeric import assert_close

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.cluster.parts import build_runtime
 from asyncrlhf.config.compose import load_config
-from asyncrlhf.learner.companions import ServedCritic
-from asyncrlhf.learner.passes import ForwardPasses
-from asyncrlhf.learner.plan import StepPlan
-from asyncrlhf.learner.state_file import read_state
+from asyncrlhf.learner.state.state_file import read_state
+from asyncrlhf.learner.step.companions import ServedCritic
+from asyncrlhf.learner.step.passes import ForwardPasses
+from asyncrlhf.learner.step.plan import StepPlan
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.transport.sender import WeightSender
 from asyncrlhf.types import Rollout, TrainBatch

@@ -26,8 +26,8 @@ from asyncrlhf.data.checkpoint_manifest import MANIFEST, Seals, check_manifest, 
 from asyncrlhf.errors import CheckpointError, ConfigError
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.orchestrator.run import Prepared, prepare
-from asyncrlhf.records import record_seals
-from asyncrlhf.records.checkpoint import FOLDER, list_checkpoints, read_checkpoint, sweep_unfinished
+from asyncrlhf.records.write import record_seals
+from asyncrlhf.records.write.checkpoint import FOLDER, list_checkpoints, read_checkpoint, sweep_unfinished
 from tests.loop import FAKE, QUIET, run
 from tests.unit.learner.ranks import build
 

@@ -11,8 +11,8 @@ import pytest
 
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.data.packing import select
-from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.settings.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.types import TrainBatch
 from tests.numeric import assert_close

@@ -9,8 +9,8 @@ import pytest
 
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.learner_config import LearnerConfig
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.settings.learner_config import LearnerConfig
 from asyncrlhf.types import TrainBatch
 from tests.numeric import assert_close
 from tests.truncated import with_sets

@@ -11,7 +11,7 @@ import pytest
 from asyncrlhf.cluster.local_runtime import LocalRuntime
 from asyncrlhf.config.drift import ADAPT, NOTE, REFUSE
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.orchestrator.learn import LearnLoop
+from asyncrlhf.orchestrator.learning.learn import LearnLoop
 from tests.integration.test_local_loop import TAIL, interrupt_after
 from tests.loop import FAKE, Finished, run
 

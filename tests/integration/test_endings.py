@@ -19,11 +19,11 @@ from asyncrlhf.cluster.local_runtime import LocalRuntime
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator import run as run_module
 from asyncrlhf.orchestrator.controller import Controller
-from asyncrlhf.orchestrator.heldout import HeldOut
-from asyncrlhf.orchestrator.learn import LearnLoop
-from asyncrlhf.records.recorder import RunRecorder
-from asyncrlhf.records.run_lock import RunLock
-from asyncrlhf.records.verify import verify
+from asyncrlhf.orchestrator.learning.learn import LearnLoop
+from asyncrlhf.orchestrator.rollouts.heldout import HeldOut
+from asyncrlhf.records.read.verify import verify
+from asyncrlhf.records.write.recorder import RunRecorder
+from asyncrlhf.records.write.run_lock import RunLock
 from tests.loop import FAKE, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,7 +131,7 @@ def test_a_second_signal_of_whatever_kind_ends_a_hung_run_at_once(
     assert summary_of(tmp_path)["exit_reason"] == "interrupted" and checkpoints(tmp_path) == []
 
 
-HOLD = "import sys, time; from pathlib import Path; from asyncrlhf.records.run_lock import RunLock\n"
+HOLD = "import sys, time; from pathlib import Path; from asyncrlhf.records.write.run_lock import RunLock\n"
 HOLD += "lock = RunLock(Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"
 
 

@@ -12,7 +12,7 @@ import pytest
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.run import train
-from asyncrlhf.records.progress import RunView
+from asyncrlhf.records.show.progress import RunView
 from asyncrlhf.report.frames import Run
 from tests.loop import QUIET, run
 

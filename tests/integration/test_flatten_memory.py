@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
-from asyncrlhf.engines.hf import HFEngine
-from asyncrlhf.learner.algorithm import AlgorithmConfig
+from asyncrlhf.engines.hf.hf_engine import HFEngine
 from asyncrlhf.learner.asleep import RankSleep
-from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.settings.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.types import GenerationRequest, Prompt, SamplingParams
 from tests.unit.learner.test_asleep import anonymous

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
 from tests.found import EOS, TOKENS, edit, found
 from tests.loop import run
 from tests.numeric import FLOAT32, assert_close

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import CheckpointError, ConfigError
-from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.learner_config import LearnerConfig
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.settings.learner_config import LearnerConfig
 from tests.numeric import assert_close
 from tests.unit.learner.ranks import batches, build, curve, run_ranks, skips, weights
 

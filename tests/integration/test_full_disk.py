@@ -14,10 +14,10 @@ import pytest
 
 from asyncrlhf.cli.main import main
 from asyncrlhf.errors import AsyncRLHFError, full_disk
-from asyncrlhf.records import recorder, rollout_rows
-from asyncrlhf.records.checkpoint import CheckpointWriter
-from asyncrlhf.records.recorder import RunRecorder, read_metrics
-from asyncrlhf.records.run_lock import RunLock
+from asyncrlhf.records.write import recorder, rollout_rows
+from asyncrlhf.records.write.checkpoint import CheckpointWriter
+from asyncrlhf.records.write.recorder import RunRecorder, read_metrics
+from asyncrlhf.records.write.run_lock import RunLock
 from tests.loop import FAKE, QUIET, run
 
 Patch = pytest.MonkeyPatch

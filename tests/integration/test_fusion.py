@@ -14,9 +14,9 @@ from asyncrlhf.cluster.local_runtime import LocalAnnotator, LocalRuntime, fetch_
 from asyncrlhf.cluster.parts import build_runtime
 from asyncrlhf.cluster.ray_handles import RayAnnotator
 from asyncrlhf.config.compose import load_config
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
 from asyncrlhf.orchestrator.run import prepare
 from asyncrlhf.readahead.readers import ReadingModel
 from asyncrlhf.rewards.model import ModelSource

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.transport.audit import tensor_digests
-from asyncrlhf.transport.collective import CollectiveSender
-from asyncrlhf.transport.control_line import own_host
+from asyncrlhf.transport.collective.control_line import own_host
+from asyncrlhf.transport.collective.sender import CollectiveSender
 from asyncrlhf.transport.manifest import FlatBuckets, ShardedParams, build_manifest
 from asyncrlhf.transport.protocol import LostReceiversError
 from tests.integration.transport_process import serve

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from asyncrlhf.cli.main import main
-from asyncrlhf.records.recorder import read_metrics
+from asyncrlhf.records.write.recorder import read_metrics
 from tests.numeric import FLOAT32, assert_close
 
 FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "04_gold_rlhf"

@@ -19,10 +19,10 @@ from asyncrlhf.cluster import local_runtime
 from asyncrlhf.cluster.local_runtime import LocalLearner, LocalRuntime, Workers
 from asyncrlhf.data.checkpoint_manifest import Seals
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.learner.checkpoint import MODEL, TRAINER
-from asyncrlhf.learner.learner_config import StepResult
-from asyncrlhf.learner.state_file import STATE, split, write_file
-from asyncrlhf.records.verify import verify
+from asyncrlhf.learner.settings.learner_config import StepResult
+from asyncrlhf.learner.state.checkpoint import MODEL, TRAINER
+from asyncrlhf.learner.state.state_file import STATE, split, write_file
+from asyncrlhf.records.read.verify import verify
 from asyncrlhf.transport.build_transport import build_sender
 from asyncrlhf.transport.protocol import Ticket
 from tests.loop import FAKE, Finished, meddle, run

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrlhf.cluster.local_runtime import LocalGenerator, LocalRuntime
 from asyncrlhf.errors import AsyncRLHFError, ReplicaError
-from asyncrlhf.orchestrator.learn import LearnLoop
+from asyncrlhf.orchestrator.learning.learn import LearnLoop
 from tests.loop import FAKE, Finished, meddle, run, train_nothing
 
 SMALL = ("steps=5", "batch_size=32", "learner.learning_rate=1e-4")

@@ -13,8 +13,8 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.settings.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
 from tests.numeric import assert_close
 from tests.unit.learner.ranks import COMMON, batches, run_ranks, share, weights

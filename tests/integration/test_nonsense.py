@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from asyncrlhf.cli.main import main
-from asyncrlhf.data.checkpoint_folder import resolve
+from asyncrlhf.models.checkpoint_folder import resolve
 from asyncrlhf.orchestrator import run as run_module
 from tests.integration.test_cli import BAD_INPUT
 from tests.unit.config.test_config import NONSENSE

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import Phase, given, settings
 
 from asyncrlhf.cluster.local_runtime import LocalGenerator, LocalRuntime
-from asyncrlhf.orchestrator import lead
-from asyncrlhf.orchestrator.lead import Lead
+from asyncrlhf.orchestrator.learning import lead
+from asyncrlhf.orchestrator.learning.lead import Lead
 
 worlds = importlib.import_module("experiments.23_pacing.worlds")
 SMALL = ("num_generations=4", "batch_size=16", "generator.slots=16", "generator.replicas=2")

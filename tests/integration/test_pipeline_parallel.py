@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.distributed import Peers
-from asyncrlhf.learner.learner_config import LearnerConfig
-from asyncrlhf.learner.pipeline import one_forward_one_backward
+from asyncrlhf.learner.model.pipeline import one_forward_one_backward
+from asyncrlhf.learner.ranks.distributed import Peers
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.settings.learner_config import LearnerConfig
 from tests.numeric import assert_close
 from tests.truncated import with_sets
 from tests.unit.learner.ranks import batches, build, curve, run_ranks, weights

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.config.compose import load_config
-from asyncrlhf.engines.hf import HFEngine
+from asyncrlhf.engines.hf.hf_engine import HFEngine
 from asyncrlhf.errors import ConfigError, WeightSyncError
 from asyncrlhf.transport.disk import MANIFEST
 from tests.loop import Finished

@@ -17,8 +17,8 @@ from asyncrlhf.cluster.local_runtime import LocalAnnotator, fetch_local
 from asyncrlhf.cluster.ray_handles import RayAnnotator, addressed
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.pretrained import load_model
-from asyncrlhf.learner.companions import ReferencePolicy
+from asyncrlhf.learner.step.companions import ReferencePolicy
+from asyncrlhf.models.pretrained import load_model
 from asyncrlhf.orchestrator.run import prepare
 from asyncrlhf.types import Annotation, Payload, Rollout
 from tests import loop, ray_run

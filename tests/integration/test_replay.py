@@ -12,9 +12,9 @@ import pytest
 
 from asyncrlhf.cluster.local_runtime import LocalLearner
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner.learner_config import StepResult
-from asyncrlhf.orchestrator.assembly import Assembly
-from asyncrlhf.orchestrator.learn import LearnLoop
+from asyncrlhf.learner.settings.learner_config import StepResult
+from asyncrlhf.orchestrator.learning.learn import LearnLoop
+from asyncrlhf.orchestrator.rollouts.assembly import Assembly
 from asyncrlhf.types import RolloutGroup, RolloutInfo
 from tests.integration.test_local_loop import interrupt_after
 from tests.loop import FAKE, Finished, run

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrlhf.cluster.local_runtime import LocalGenerator, LocalRuntime
-from asyncrlhf.orchestrator.pacing import Pacing
+from asyncrlhf.orchestrator.replicas.pacing import Pacing
 from asyncrlhf.orchestrator.state import Replica
 from tests.loop import FAKE, Finished, meddle, run, train_nothing
 

@@ -20,9 +20,9 @@ from asyncrlhf.actors.annotator import AnnotatorActor, RewardSpec
 from asyncrlhf.actors.messages import RolloutBundle
 from asyncrlhf.cluster.local_runtime import LocalLearner
 from asyncrlhf.cluster.ray_handles import RayAnnotator
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.errors import AsyncRLHFError, ConfigError, RewardError
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
 from asyncrlhf.rewards.reward import StuckError
 from asyncrlhf.rewards.reward_config import RewardConfig
 from asyncrlhf.types import Annotation, Payload

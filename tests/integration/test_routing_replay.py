@@ -11,11 +11,11 @@ import pytest
 
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.settings.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.orchestrator.run import prepare
-from asyncrlhf.records.saved_rollouts import read_rollouts
+from asyncrlhf.records.write.saved_rollouts import read_rollouts
 from asyncrlhf.types import TrainBatch
 from tests.integration.test_exact_resume import killed_and_resumed, told
 from tests.loop import QUIET, run

@@ -17,7 +17,7 @@ from asyncrlhf.config.compose import load_config, quoted
 from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator import run as run_module
-from asyncrlhf.orchestrator.learn import LearnLoop
+from asyncrlhf.orchestrator.learning.learn import LearnLoop
 from asyncrlhf.redaction import HIDDEN, hide, redact, redacted
 from asyncrlhf.sweeps.plan import plan_sweep
 from asyncrlhf.sweeps.record import SweepRecord

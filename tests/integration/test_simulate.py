@@ -24,8 +24,8 @@ from asyncrlhf.planner.fit import WARM_UP, costs_of_run, workload_of_run
 from asyncrlhf.planner.queueing import steady
 from asyncrlhf.planner.shapes import Workload
 from asyncrlhf.planner.tables import Fitted
-from asyncrlhf.records.cut_short import cut_lengths
-from asyncrlhf.records.recorder import read_metrics
+from asyncrlhf.records.read.cut_short import cut_lengths
+from asyncrlhf.records.write.recorder import read_metrics
 from asyncrlhf.simulator.cost_world import Conditions
 from asyncrlhf.simulator.given import config_of_run, workload_of
 from asyncrlhf.simulator.simulate import OVERRIDES, figures, in_cohorts, simulate

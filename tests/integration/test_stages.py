@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from asyncrlhf.cli.main import main
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
 from asyncrlhf.rewards.model import ModelSource
 from asyncrlhf.rewards.reward_config import RewardModelConfig
 from asyncrlhf.stages import training

@@ -20,10 +20,10 @@ from asyncrlhf.cli.main import main
 from asyncrlhf.cluster.handles import within
 from asyncrlhf.cluster.local_runtime import LocalRuntime
 from asyncrlhf.errors import ReplicaError, StallError
-from asyncrlhf.orchestrator.heldout import HeldOut, Measured
-from asyncrlhf.orchestrator.learn import LearnLoop
-from asyncrlhf.records import status
-from asyncrlhf.records.run_lock import RunLock
+from asyncrlhf.orchestrator.learning.learn import LearnLoop
+from asyncrlhf.orchestrator.rollouts.heldout import HeldOut, Measured
+from asyncrlhf.records.write import status
+from asyncrlhf.records.write.run_lock import RunLock
 from tests.loop import FAKE, meddle, run
 
 SAID = ("logging.progress=plain",)

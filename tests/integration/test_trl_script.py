@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncrlhf.data.checkpoint_folder import resolve
 from asyncrlhf.errors import AsyncRLHFError
+from asyncrlhf.models.checkpoint_folder import resolve
 from tests.loop import run
 
 SCRIPT = "tests.trl_script"

@@ -15,7 +15,7 @@ from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.cluster.local_runtime import LocalGenerator, LocalLearner, LocalRuntime
 from asyncrlhf.engines.engine import StepOutput
-from asyncrlhf.engines.hf import HFEngine
+from asyncrlhf.engines.hf.hf_engine import HFEngine
 from asyncrlhf.errors import ReplicaError
 from tests import loop
 from tests.loop import FAKE, QUIET

@@ -15,9 +15,9 @@ import pytest
 
 from asyncrlhf.cli.main import main
 from asyncrlhf.cluster.local_runtime import LocalGenerator
-from asyncrlhf.orchestrator.learn import LearnLoop
-from asyncrlhf.records.rollout_rows import ROLLOUT_SCHEMA
-from asyncrlhf.records.verify import examine, verify
+from asyncrlhf.orchestrator.learning.learn import LearnLoop
+from asyncrlhf.records.read.verify import examine, verify
+from asyncrlhf.records.write.rollout_rows import ROLLOUT_SCHEMA
 from tests.loop import FAKE, run
 
 EVENTFUL = (

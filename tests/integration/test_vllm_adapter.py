@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrlhf.data.adapter import add_adapter, trained_tensors
 from asyncrlhf.data.data_config import LoraConfig, ModelConfig
-from asyncrlhf.engines import vllm_core
 from asyncrlhf.engines.engine import CacheMode, named_weights
 from asyncrlhf.engines.generator_config import GeneratorConfig, VllmConfig
-from asyncrlhf.engines.vllm_adapter import check_applied
-from asyncrlhf.engines.vllm_core import engine_arguments
+from asyncrlhf.engines.vllm import core as vllm_core
+from asyncrlhf.engines.vllm.adapter import check_applied
+from asyncrlhf.engines.vllm.core import engine_arguments
 from asyncrlhf.errors import ConfigError, WeightSyncError
+from asyncrlhf.models.adapter import add_adapter, trained_tensors
 from tests.loop import run as local_run
 from tests.numeric import assert_close
 from tests.vllm_tiny import PROBE, TinyVllm, finish, needs_vllm, own_logprobs, requests, tiny_model

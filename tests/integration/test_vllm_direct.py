@@ -16,12 +16,12 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from asyncrlhf.actors.build_generator import build_worker
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.engines.engine import named_weights
 from asyncrlhf.engines.generator_config import GeneratorConfig, VllmConfig
 from asyncrlhf.errors import WeightSyncError
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
+from asyncrlhf.models.pretrained import load_model
 from asyncrlhf.transport.audit import differing_tensors, tensor_digests
 from asyncrlhf.transport.build_transport import build_sender
 from asyncrlhf.transport.protocol import LostReceiversError, worker_name

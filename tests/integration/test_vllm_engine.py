@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrlhf.data.adapter import add_adapter, trained_tensors
 from asyncrlhf.data.data_config import LoraConfig
 from asyncrlhf.engines.engine import AdapterMerge, CacheMode, load_named_weights, named_weights
-from asyncrlhf.engines.vllm_transfer import StagedWeightTransferEngine
+from asyncrlhf.engines.vllm.transfer import StagedWeightTransferEngine
 from asyncrlhf.errors import WeightSyncError
+from asyncrlhf.models.adapter import add_adapter, trained_tensors
 from asyncrlhf.transport.audit import differing_tensors, tensor_digests
 from asyncrlhf.types import FloatArray, GenerationRequest, IntArray, Prompt, Rollout, SamplingParams
 from tests.numeric import assert_close

@@ -11,11 +11,11 @@ import torch
 from transformers import AutoConfig
 
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.miniature import build_miniature, miniature_config
-from asyncrlhf.data.shrinking import WINDOW
 from asyncrlhf.engines.generator_config import GeneratorConfig, VllmConfig
-from asyncrlhf.engines.vllm_core import VllmCore
-from asyncrlhf.engines.vllm_engine import VllmEngine
+from asyncrlhf.engines.vllm.core import VllmCore
+from asyncrlhf.engines.vllm.vllm_engine import VllmEngine
+from asyncrlhf.models.miniature import build_miniature, miniature_config
+from asyncrlhf.models.shrinking import WINDOW
 from tests.numeric import FLOAT32, assert_close
 from tests.vllm_tiny import finish, needs_vllm, own_logprobs, requests
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from asyncrlhf.cluster.ray_handles import RayGenerator
-from asyncrlhf.engines.vllm_transfer import StagedWeightTransferEngine
+from asyncrlhf.engines.vllm.transfer import StagedWeightTransferEngine
 from asyncrlhf.errors import WeightSyncError
 from tests.loop import run as local_run
 from tests.ray_run import before_call, run

@@ -17,9 +17,9 @@ import asyncrlhf
 from asyncrlhf.actors.generator import GeneratorActor
 from asyncrlhf.actors.worker import GeneratorSpec
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.engines.engine import named_weights
 from asyncrlhf.engines.generator_config import GeneratorConfig, VllmConfig
+from asyncrlhf.models.pretrained import load_model
 from asyncrlhf.transport.build_transport import build_sender
 from asyncrlhf.transport.weights_config import WeightsConfig
 from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams
@@ -39,7 +39,7 @@ def entry_points(folder: Path) -> Path:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: asyncrlhf-plugin\nVersion: 0\n")
     (info / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nasyncrlhf_test = asyncrlhf.engines.vllm_transfer:register\n"
+        "[vllm.general_plugins]\nasyncrlhf_test = asyncrlhf.engines.vllm.transfer:register\n"
     )
     return folder
 
@@ -98,7 +98,7 @@ ALONE = """
 import signal
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.engines.generator_config import GeneratorConfig, VllmConfig
-from asyncrlhf.engines.vllm_core import VllmCore
+from asyncrlhf.engines.vllm.core import VllmCore
 
 own = VllmConfig(block_size=32, kv_cache_gb=0.05, max_model_len=128, tensor_parallel_size=2)
 core = VllmCore(GeneratorConfig(engine="vllm", slots=4, threads=0, vllm=own), ModelConfig())

@@ -13,7 +13,7 @@ import torch
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.data.packing import pack
 from asyncrlhf.engines.engine import named_weights
-from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
+from asyncrlhf.learner.settings.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.types import SamplingParams
 from tests.truncated import renormalised, sampled, scored, sets_of

@@ -12,8 +12,8 @@ import torch
 
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.transport.audit import tensor_digests
-from asyncrlhf.transport.collective_receiver import CollectiveReceiver
-from asyncrlhf.transport.group import BroadcastGroup
+from asyncrlhf.transport.collective.group import BroadcastGroup
+from asyncrlhf.transport.collective.receiver import CollectiveReceiver
 
 
 def die_after_first_bucket(self: BroadcastGroup, tensors: list[torch.Tensor]) -> None:

@@ -12,7 +12,7 @@ SCORE = """
 import pickle, sys
 import numpy as np
 from asyncrlhf.actors.annotator import RewardSpec
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.rewards.reward_config import RewardConfig
 from asyncrlhf.tasks.build_task import build_task

@@ -17,10 +17,10 @@ from asyncrlhf.actors import generator
 from asyncrlhf.actors.generator import GeneratorActor
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.engines.engine import StepOutput, named_weights
 from asyncrlhf.engines.generator_config import FakeConfig, GeneratorConfig
 from asyncrlhf.errors import WeightSyncError
+from asyncrlhf.models.pretrained import load_model
 from asyncrlhf.transport.local import LocalSender
 from asyncrlhf.transport.manifest import build_manifest
 from asyncrlhf.transport.shared_memory import SharedMemorySender

@@ -15,8 +15,8 @@ from asyncrlhf.actors.messages import Alike, Collected, RolloutBundle
 from asyncrlhf.actors.part import RecordActor
 from asyncrlhf.actors.worker import describe
 from asyncrlhf.readahead.owners import ChunkInfo
-from asyncrlhf.records.rollout_rows import RolloutRow, write_part
-from asyncrlhf.records.spans import SpanBatch
+from asyncrlhf.records.write.rollout_rows import RolloutRow, write_part
+from asyncrlhf.records.write.spans import SpanBatch
 from asyncrlhf.types import GenerationFailure, GenerationRequest, Payload, Prompt, Rollout, SamplingParams
 
 

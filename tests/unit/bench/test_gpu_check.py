@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncrlhf.bench import gpu_check
-from asyncrlhf.bench.gpu_check import CHECKS, RUN, Check, Result, conclusions, examine
 from asyncrlhf.cli.main import main
 from asyncrlhf.config.compose import load_config
+from asyncrlhf.doctor import gpu_check
+from asyncrlhf.doctor.gpu_check import CHECKS, RUN, Check, Result, conclusions, examine
 from tests.loop import FAKE, QUIET
 
 LOCAL = ("runtime=local", *QUIET, *FAKE, "steps=4")

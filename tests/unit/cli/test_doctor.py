@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from asyncrlhf.cli import doctor, doctor_model, doctor_parts, doctor_probes
+from asyncrlhf.cli import doctor
 from asyncrlhf.cli.main import main
 from asyncrlhf.config.compose import load_config
+from asyncrlhf.doctor import model as doctor_model
+from asyncrlhf.doctor import parts as doctor_parts
+from asyncrlhf.doctor import probes as doctor_probes
 
 HEALTHY: dict[str, dict[str, Any]] = {
     **{name: {"installed": f"{name} 1.0"} for name in doctor_probes.PROBES},

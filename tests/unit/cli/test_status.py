@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrlhf.cli.status import status_lines
-from asyncrlhf.records.run_lock import RunLock
+from asyncrlhf.records.write.run_lock import RunLock
 
 FIGURES = {
     "step": 3, "steps": 9, "published_version": 3, "buffer": 4, "in_flight": 8, "waiting_to_be_issued_again": 0,

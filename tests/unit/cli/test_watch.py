@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from asyncrlhf.cli.main import main
-from asyncrlhf.records.rollout_rows import RolloutRow, write_part
+from asyncrlhf.records.write.rollout_rows import RolloutRow, write_part
 
 pytest.importorskip("textual", reason="the extra watch is not installed")
 from textual.widgets import DataTable, ProgressBar, Sparkline, Static

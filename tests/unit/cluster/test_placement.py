@@ -15,7 +15,7 @@ from asyncrlhf.cluster.parts import generator_specs, placement_plan
 from asyncrlhf.cluster.placement import Part, Plan, add_replica, make_plan
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.orchestrator.preflight import check_devices
+from asyncrlhf.orchestrator.start.preflight import check_devices
 
 
 def parts(
@@ -300,7 +300,8 @@ def test_this_machine_shares_its_cores() -> None:
 
 
 def test_too_few_gpus_end_in_a_sentence_that_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrlhf.orchestrator import preflight, run
+    from asyncrlhf.orchestrator import run
+    from asyncrlhf.orchestrator.start import preflight
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(preflight.torch.cuda, "device_count", lambda: 1)

@@ -11,7 +11,7 @@ from asyncrlhf.cluster.clock import run_virtual
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.planner.shapes import Workload
 from asyncrlhf.planner.tables import Fitted
-from asyncrlhf.records.recorder import read_metrics
+from asyncrlhf.records.write.recorder import read_metrics
 from asyncrlhf.simulator.cost_world import Conditions
 from asyncrlhf.simulator.given import cores_of
 from asyncrlhf.simulator.shared_cores import Cores, SharedCores

@@ -21,8 +21,8 @@ from asyncrlhf.config.conversion import conf_folder
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.engines.generator_config import GeneratorConfig
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.orchestrator.preflight import check_penalties
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.orchestrator.start.preflight import check_penalties
 from asyncrlhf.validation import check_range
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -10,7 +10,7 @@ import torch
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.data import number_formats
-from asyncrlhf.orchestrator import preflight
+from asyncrlhf.orchestrator.start import preflight
 
 GPUS = ("generator.gpus=1", "learner.gpus=1")
 AUTO = ("model.dtype=auto", "learner.mixed_precision=auto")

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from asyncrlhf.data.adapter import add_adapter, merged, merged_state, trained_tensors
 from asyncrlhf.data.data_config import LoraConfig, ModelConfig
-from asyncrlhf.data.pretrained import check_model, load_model, load_policy
 from asyncrlhf.engines.engine import AdapterMerge, named_weights
 from asyncrlhf.errors import ConfigError, WeightSyncError
-from asyncrlhf.learner.checkpoint import export_model
-from asyncrlhf.learner.state_writer import StateWriter
+from asyncrlhf.learner.state.checkpoint import export_model
+from asyncrlhf.learner.state.state_writer import StateWriter
+from asyncrlhf.models.adapter import add_adapter, merged, merged_state, trained_tensors
+from asyncrlhf.models.pretrained import check_model, load_model, load_policy
 from tests.numeric import assert_close
 
 TEXT = torch.arange(3, 15)[None]

@@ -10,14 +10,14 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 
-from asyncrlhf.data import converted
-from asyncrlhf.data.blank_model import load_blank
-from asyncrlhf.data.checkpoint_folder import load_tokenizer, resolve
-from asyncrlhf.data.checkpoint_notes import checkpoint_notes
 from asyncrlhf.data.data_config import LoraConfig as OwnLora
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.pretrained import check_model, load_model, load_policy
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.models import converted
+from asyncrlhf.models.blank_model import load_blank
+from asyncrlhf.models.checkpoint_folder import load_tokenizer, resolve
+from asyncrlhf.models.checkpoint_notes import checkpoint_notes
+from asyncrlhf.models.pretrained import check_model, load_model, load_policy
 from tests.found import TOKENS, edit, found
 from tests.numeric import FLOAT32, assert_close
 

@@ -11,16 +11,16 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from asyncrlhf.data.blank_model import load_blank
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
-from asyncrlhf.data.checkpoint_notes import checkpoint_notes
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.more_heads import more_heads
-from asyncrlhf.data.pretrained import check_model, load_model
 from asyncrlhf.engines.engine import load_named_weights, named_weights
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner.checkpoint import export_model
-from asyncrlhf.learner.state_writer import StateWriter
+from asyncrlhf.learner.state.checkpoint import export_model
+from asyncrlhf.learner.state.state_writer import StateWriter
+from asyncrlhf.models.blank_model import load_blank
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
+from asyncrlhf.models.checkpoint_notes import checkpoint_notes
+from asyncrlhf.models.more_heads import more_heads
+from asyncrlhf.models.pretrained import check_model, load_model
 from tests.found import TOKENS, edit, found
 from tests.mixtures import mixture
 from tests.numeric import assert_close

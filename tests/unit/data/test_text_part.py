@@ -14,13 +14,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
 
-from asyncrlhf.data import text_copy
-from asyncrlhf.data.blank_model import load_blank
-from asyncrlhf.data.checkpoint_folder import load_tokenizer, named, resolve
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.pretrained import check_model, load_model
-from asyncrlhf.data.text_copy import put_back
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.models import text_copy
+from asyncrlhf.models.blank_model import load_blank
+from asyncrlhf.models.checkpoint_folder import load_tokenizer, named, resolve
+from asyncrlhf.models.pretrained import check_model, load_model
+from asyncrlhf.models.text_copy import put_back
 from tests.composites import FAMILIES, composite, save_composite
 from tests.loop import run
 from tests.numeric import assert_close
@@ -210,7 +210,7 @@ def test_damaged_quantised_and_incomplete_checkpoints_are_refused(tmp_path: Path
 
 
 def test_each_tensor_must_be_found_once() -> None:
-    from asyncrlhf.data.text_part import find_text_part
+    from asyncrlhf.models.text_part import find_text_part
 
     part = find_text_part(composite("qwen3_vl").config, "here")
     assert len({*part.names.values()}) == len(part.names) == len(part.text.state_dict())

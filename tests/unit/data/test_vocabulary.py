@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
-from asyncrlhf.data.checkpoint_notes import checkpoint_notes
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.pretrained import check_model, load_model, load_sampled
-from asyncrlhf.data.vocabulary import check_prompts, check_template, end_tokens, sampled_ids, sampled_vocabulary
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
+from asyncrlhf.models.checkpoint_notes import checkpoint_notes
+from asyncrlhf.models.pretrained import check_model, load_model, load_sampled
+from asyncrlhf.models.vocabulary import check_prompts, check_template, end_tokens, sampled_ids, sampled_vocabulary
 from asyncrlhf.stages.statistics import response_logprobs
 from asyncrlhf.types import Prompt, Rollout
 from tests.found import EOS, TOKENS, edit, found

@@ -9,7 +9,7 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.engines.build_engine import build_engine
 from asyncrlhf.engines.fake import FakeEngine
 from asyncrlhf.engines.generator_config import GeneratorConfig
-from asyncrlhf.engines.hf import HFEngine
+from asyncrlhf.engines.hf.hf_engine import HFEngine
 
 
 def load_tiny(config: ModelConfig) -> PreTrainedModel:

@@ -14,8 +14,8 @@ from asyncrlhf.cluster.parts import placement_plan, specs
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.engines.generator_config import GeneratorConfig, VllmConfig
-from asyncrlhf.engines.memory_share import CONTEXT_BYTES, memory_share, weight_bytes, with_share
-from asyncrlhf.engines.vllm_core import engine_arguments
+from asyncrlhf.engines.vllm.core import engine_arguments
+from asyncrlhf.engines.vllm.memory_share import CONTEXT_BYTES, memory_share, weight_bytes, with_share
 from asyncrlhf.errors import ConfigError
 
 GB = 10**9

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from asyncrlhf.engines.engine import CacheMode, named_weights
-from asyncrlhf.engines.hf import HFEngine
+from asyncrlhf.engines.hf.hf_engine import HFEngine
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams
 from tests.mixtures import FAMILIES, mixture, own_routes

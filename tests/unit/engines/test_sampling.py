@@ -16,7 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from asyncrlhf.engines.sampling import MAX_KEPT, Draws, penalise_repetition, sample_tokens, seed_state, uniforms
+from asyncrlhf.engines.hf.sampling import MAX_KEPT, Draws, penalise_repetition, sample_tokens, seed_state, uniforms
 from asyncrlhf.errors import AsyncRLHFError
 from tests.numeric import assert_close
 from tests.truncated import kept_count

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrlhf.data.checkpoint_folder import resolve
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.engines import vllm_core
 from asyncrlhf.engines.generator_config import OWN_ENGINE, GeneratorConfig, VllmConfig
-from asyncrlhf.engines.vllm_core import VllmCore, engine_arguments, sampling_arguments
-from asyncrlhf.engines.vllm_engine import VllmEngine, _Draft
+from asyncrlhf.engines.vllm import core as vllm_core
+from asyncrlhf.engines.vllm.core import VllmCore, engine_arguments, sampling_arguments
+from asyncrlhf.engines.vllm.transfer import merge_shares
+from asyncrlhf.engines.vllm.vllm_engine import VllmEngine, _Draft
 from asyncrlhf.engines.vllm_keywords import check_known
-from asyncrlhf.engines.vllm_transfer import merge_shares
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.models.checkpoint_folder import resolve
 from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams
 
 

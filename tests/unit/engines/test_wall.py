@@ -13,14 +13,13 @@ import pytest
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from asyncrlhf.data.checkpoint_folder import DEFAULT_CONTEXT, context_of
-from asyncrlhf.engines import own_cache, wall
 from asyncrlhf.engines.engine import named_weights
-from asyncrlhf.engines.forward import SlotPasses
-from asyncrlhf.engines.hf import HFEngine
-from asyncrlhf.engines.own_cache import Cohort, OwnCachePasses
-from asyncrlhf.engines.wall import Wall, find_passes
+from asyncrlhf.engines.hf.forward import SlotPasses
+from asyncrlhf.engines.hf.hf_engine import HFEngine, own_cache, wall
+from asyncrlhf.engines.hf.own_cache import Cohort, OwnCachePasses
+from asyncrlhf.engines.hf.wall import Wall, find_passes
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.models.checkpoint_folder import DEFAULT_CONTEXT, context_of
 from tests.mixtures import mixture
 from tests.unit.engines.families import FAMILIES, UNCACHED, family
 from tests.unit.learner.worlds import llama

@@ -10,12 +10,11 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from asyncrlhf.data.checkpoint_folder import DEFAULT_CONTEXT, context_of
-from asyncrlhf.engines import slot_attention, slots
-from asyncrlhf.engines.forward import SlotPasses
-from asyncrlhf.engines.hf import HFEngine
-from asyncrlhf.engines.layer_shapes import PROBE_NAME
+from asyncrlhf.engines.hf.forward import SlotPasses
+from asyncrlhf.engines.hf.hf_engine import HFEngine, slot_attention, slots
+from asyncrlhf.engines.hf.layer_shapes import PROBE_NAME
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.models.checkpoint_folder import DEFAULT_CONTEXT, context_of
 from asyncrlhf.types import GenerationFailure, GenerationRequest, Rollout, SamplingParams
 from tests.numeric import assert_close
 from tests.unit.engines.test_hf import SIZES, make_requests, picked, run

@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrlhf.data.checkpoint_folder import resolve
 from asyncrlhf.errors import AsyncRLHFError
+from asyncrlhf.models.checkpoint_folder import resolve
 
 bench = importlib.import_module("experiments.13_against_trl.bench")
 endless = importlib.import_module("experiments.13_against_trl.endless")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrlhf.engines.hf import HFEngine
+from asyncrlhf.engines.hf.hf_engine import HFEngine
 from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams
 from tests.vllm_tiny import tiny_model
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from asyncrlhf.config.compose import load_config
-from asyncrlhf.engines.vllm_core import sampling_arguments
+from asyncrlhf.engines.vllm.core import sampling_arguments
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
 from asyncrlhf.orchestrator.run import prepare
 

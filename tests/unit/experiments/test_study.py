@@ -12,8 +12,8 @@ import torch
 
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.models.pretrained import load_model
 from experiments.distance import sequence_kl
 from experiments.study import KEY, RUN_COLUMNS, Cell, Study, append, curve, pending, run_cell
 from experiments.study_plot import change, pilot_table, plot, table

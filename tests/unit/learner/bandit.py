@@ -10,8 +10,8 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from asyncrlhf.data.packing import pack
-from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.settings.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.types import Prompt, Rollout, TrainBatch, TrainSample
 from tests.unit.learner.worlds import llama

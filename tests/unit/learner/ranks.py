@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.packing import select
-from asyncrlhf.data.pretrained import load_model
-from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.distributed import init_process_group
-from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
+from asyncrlhf.learner.ranks.distributed import init_process_group
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.settings.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
+from asyncrlhf.models.pretrained import load_model
 from asyncrlhf.types import TrainBatch
 from tests.processes import forked
 from tests.unit.learner.worlds import random_batch, share

@@ -10,7 +10,7 @@ import pytest
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.conversion import conf_folder
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner.algorithm import AlgorithmConfig, LossConfig
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig, LossConfig
 from tests.unit.learner.worlds import needs
 
 PRESETS = sorted((conf_folder() / "algorithm").glob("*.yaml"))

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrlhf.data.offload import Depot, FileDepot, HostDepot, Offload, storages
-from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.asleep import RankSleep
-from asyncrlhf.learner.learner_config import LearnerConfig
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.settings.learner_config import LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
+from asyncrlhf.models.offload import Depot, FileDepot, HostDepot, Offload, storages
 from tests.unit.learner.worlds import backend, llama, random_batch
 
 PPO = AlgorithmConfig(advantage="gae", kl="loss", beta=0.1)  # with a critic and a reference

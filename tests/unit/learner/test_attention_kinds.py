@@ -26,10 +26,10 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from asyncrlhf.data.packing import select
-from asyncrlhf.learner import tiles
-from asyncrlhf.learner.inputs import PackedInputs
-from asyncrlhf.learner.model_pass import checkpoint_layers
-from asyncrlhf.learner.wall import choose_policy
+from asyncrlhf.learner.attention.attention import tiles
+from asyncrlhf.learner.model.inputs import PackedInputs
+from asyncrlhf.learner.model.model_pass import checkpoint_layers
+from asyncrlhf.learner.step.wall import choose_policy
 from asyncrlhf.types import TrainBatch
 from tests.numeric import assert_close
 from tests.unit.engines.families import family

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from asyncrlhf.config.compose import load_config
-from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.settings.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
 from tests.unit.learner.bandit import Table, policy, sampled
 

@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner import forward
-from asyncrlhf.learner.forward import PackedPolicy
-from asyncrlhf.learner.inputs import PackedInputs
+from asyncrlhf.learner.model import forward
+from asyncrlhf.learner.model.forward import PackedPolicy
+from asyncrlhf.learner.model.inputs import PackedInputs
 from asyncrlhf.types import TrainBatch
 from tests.numeric import assert_close
 from tests.unit.learner.worlds import VOCABULARY, assert_same, from_config, llama, plain_logprobs, random_batch

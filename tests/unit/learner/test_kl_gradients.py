@@ -18,9 +18,9 @@ from transformers import LlamaForCausalLM
 
 from asyncrlhf.algorithms import kl as kl_module
 from asyncrlhf.learner import torch_backend
-from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.plan import ResponseTokens
-from asyncrlhf.learner.targets import set_targets
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.step.plan import ResponseTokens
+from asyncrlhf.learner.step.targets import set_targets
 from asyncrlhf.types import TrainBatch
 from tests.numeric import assert_close
 from tests.unit.learner.bandit import Table, V, copied, course, enumerated, nucleus, on_sets, policy

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.forward import PackedPolicy
-from asyncrlhf.learner.learner_config import LearnerConfig
+from asyncrlhf.learner.model.forward import PackedPolicy
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.settings.learner_config import LearnerConfig
 from asyncrlhf.types import TrainBatch
 from tests.numeric import assert_close
 from tests.unit.learner.test_presets import preset, spans, stale_batch, step

@@ -9,9 +9,9 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner.learner_config import LearnerConfig
-from asyncrlhf.learner.spans import overlaps
-from asyncrlhf.learner.tensor_parallel import deal_out_model
+from asyncrlhf.learner.model.tensor_parallel import deal_out_model
+from asyncrlhf.learner.ranks.spans import overlaps
+from asyncrlhf.learner.settings.learner_config import LearnerConfig
 
 
 class Sizes:

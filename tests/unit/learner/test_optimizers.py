@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from asyncrlhf.errors import CheckpointError, ConfigError
-from asyncrlhf.learner.learner_config import LearnerConfig
-from asyncrlhf.learner.optimizers import build_optimizer, check_optimizer
+from asyncrlhf.learner.settings.learner_config import LearnerConfig
+from asyncrlhf.learner.updates.optimizers import build_optimizer, check_optimizer
 from tests.unit.learner.worlds import backend, llama, random_batch
 
 

@@ -11,13 +11,13 @@ from transformers import GraniteConfig
 from asyncrlhf.actors import model_annotators as reference_worker
 from asyncrlhf.algorithms import logprobs
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.engines.sampling import sample_tokens
+from asyncrlhf.engines.hf.sampling import sample_tokens
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner import forward
-from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.forward import PackedPolicy
-from asyncrlhf.learner.learner_config import LearnerConfig, ReferenceConfig
-from asyncrlhf.learner.output_layer import use_float32_head
+from asyncrlhf.learner.model import forward
+from asyncrlhf.learner.model.forward import PackedPolicy
+from asyncrlhf.learner.model.output_layer import use_float32_head
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.settings.learner_config import LearnerConfig, ReferenceConfig
 from tests.numeric import assert_close
 from tests.unit.learner.test_forward import GQA
 from tests.unit.learner.test_presets import preset

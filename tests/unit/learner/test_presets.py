@@ -12,9 +12,9 @@ import torch
 
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.conversion import conf_folder
-from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.learner_config import LearnerConfig
-from asyncrlhf.learner.plan import zero_gradient_sequences
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.settings.learner_config import LearnerConfig
+from asyncrlhf.learner.step.plan import zero_gradient_sequences
 from asyncrlhf.types import FloatArray, TrainBatch
 from tests.numeric import assert_close
 from tests.unit.learner.worlds import assert_same, backend, gradients, llama, plain_logprobs, random_batch

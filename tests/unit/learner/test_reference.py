@@ -11,8 +11,8 @@ import torch
 
 from asyncrlhf.data.packing import pack, select
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
-from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.companions import ReferencePolicy
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.step.companions import ReferencePolicy
 from asyncrlhf.types import Rollout, TrainSample
 from tests.numeric import assert_close
 from tests.unit.learner.worlds import backend, llama, samples

@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch.nn.attention import varlen
 
-from asyncrlhf.learner import ring
-from asyncrlhf.learner.attention import PackedLayout
-from asyncrlhf.learner.distributed import Peers
-from asyncrlhf.learner.ring_plan import RingPlan, plan_ring
-from asyncrlhf.learner.varlen_kernel import varlen_takes
+from asyncrlhf.learner.attention.attention import PackedLayout, ring
+from asyncrlhf.learner.attention.ring_plan import RingPlan, plan_ring
+from asyncrlhf.learner.attention.varlen_kernel import varlen_takes
+from asyncrlhf.learner.ranks.distributed import Peers
 from tests.numeric import assert_close
 from tests.unit.learner.test_varlen import (
     SHAPES,

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from asyncrlhf.data.packing import pack
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
-from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.forward import PackedPolicy
-from asyncrlhf.learner.inputs import PackedInputs
-from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
-from asyncrlhf.learner.routing_replay import RoutingReplay
+from asyncrlhf.learner.model.forward import PackedPolicy
+from asyncrlhf.learner.model.inputs import PackedInputs
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.settings.learner_config import BackendSpec, LearnerConfig
+from asyncrlhf.learner.step.routing_replay import RoutingReplay
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.types import TrainBatch
 from tests.mixtures import FAMILIES, mixture, own_routes, random_routes

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from asyncrlhf.algorithms.logprobs import KeptSets
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
-from asyncrlhf.data.pretrained import load_model
-from asyncrlhf.data.vocabulary import limit_vocabulary
-from asyncrlhf.engines.hf import HFEngine
-from asyncrlhf.learner import forward
-from asyncrlhf.learner.companions import frozen_copy
-from asyncrlhf.learner.forward import PackedPolicy
-from asyncrlhf.learner.inputs import PackedInputs
+from asyncrlhf.engines.hf.hf_engine import HFEngine
+from asyncrlhf.learner.model import forward
+from asyncrlhf.learner.model.forward import PackedPolicy
+from asyncrlhf.learner.model.inputs import PackedInputs
+from asyncrlhf.learner.step.companions import frozen_copy
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
+from asyncrlhf.models.pretrained import load_model
+from asyncrlhf.models.vocabulary import limit_vocabulary
 from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams
 from tests.found import TOKENS, found
 from tests.numeric import FLOAT32, assert_close

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrlhf.learner import checkpoint
-from asyncrlhf.learner.checkpoint import export_model
-from asyncrlhf.learner.distributed import gathered, on_host, pieces
-from asyncrlhf.learner.state_writer import StateWriter
+from asyncrlhf.learner.ranks.distributed import gathered, on_host, pieces
+from asyncrlhf.learner.state import checkpoint
+from asyncrlhf.learner.state.checkpoint import export_model
+from asyncrlhf.learner.state.state_writer import StateWriter
 from tests.unit.learner.worlds import llama
 
 

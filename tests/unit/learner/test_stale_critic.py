@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from asyncrlhf.config.compose import load_config
-from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.settings.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
 from tests.unit.learner.bandit import ANSWERS, PROMPT, Table, V, copied, course, enumerated
 

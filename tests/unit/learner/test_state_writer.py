@@ -15,10 +15,10 @@ import torch
 from safetensors import safe_open
 
 from asyncrlhf.errors import CheckpointError
-from asyncrlhf.learner import state_file, state_writer
-from asyncrlhf.learner.deepspeed_updater import _StateFiles
-from asyncrlhf.learner.state_file import read_plain, read_state, split, write_file
-from asyncrlhf.learner.state_writer import StateWriter
+from asyncrlhf.learner.state import state_file, state_writer
+from asyncrlhf.learner.state.state_file import read_plain, read_state, split, write_file
+from asyncrlhf.learner.state.state_writer import StateWriter
+from asyncrlhf.learner.updates.deepspeed_updater import _StateFiles
 from tests.unit.learner.ranks import batches, build, curve
 
 SHARED = torch.arange(6.0).reshape(2, 3)

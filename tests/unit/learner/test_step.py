@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from asyncrlhf.data.packing import select
-from asyncrlhf.learner import plan as plan_module
-from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.learner_config import LearnerConfig
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.settings.learner_config import LearnerConfig
+from asyncrlhf.learner.step import plan as plan_module
 from asyncrlhf.types import TrainBatch
 from tests.numeric import assert_close
 from tests.unit.learner.worlds import assert_same, backend, gradients, llama, plain_logprobs, random_batch

@@ -11,10 +11,10 @@ import torch
 
 from asyncrlhf.data.packing import pack
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
-from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.learner_config import LearnerConfig
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.settings.learner_config import LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
-from asyncrlhf.learner.updaters import schedule_factor
+from asyncrlhf.learner.updates.updaters import schedule_factor
 from asyncrlhf.types import Prompt, Rollout, TrainSample
 from tests.numeric import assert_close
 from tests.unit.learner.worlds import VOCABULARY, backend, llama, random_batch

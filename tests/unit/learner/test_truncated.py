@@ -15,15 +15,15 @@ from asyncrlhf.actors.messages import RolloutBundle
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.conversion import conf_folder
 from asyncrlhf.data.packing import minibatch_indices, pack, select
-from asyncrlhf.learner import forward
-from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.companions import ReferencePolicy
-from asyncrlhf.learner.forward import PackedPolicy
-from asyncrlhf.learner.inputs import PackedInputs
-from asyncrlhf.learner.learner_config import LearnerConfig
-from asyncrlhf.records.checkpoint import CheckpointWriter, read_checkpoint
-from asyncrlhf.records.record_marker import RecordMarker
-from asyncrlhf.records.saved_rollouts import write_rollouts
+from asyncrlhf.learner.model import forward
+from asyncrlhf.learner.model.forward import PackedPolicy
+from asyncrlhf.learner.model.inputs import PackedInputs
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.settings.learner_config import LearnerConfig
+from asyncrlhf.learner.step.companions import ReferencePolicy
+from asyncrlhf.records.write.checkpoint import CheckpointWriter, read_checkpoint
+from asyncrlhf.records.write.record_marker import RecordMarker
+from asyncrlhf.records.write.saved_rollouts import write_rollouts
 from asyncrlhf.types import Rollout, SamplingParams, TrainBatch
 from tests.truncated import TRUNCATED, hf_rollouts, renormalised, scored, sets_of
 from tests.unit.learner.worlds import assert_same, backend, gradients, llama, share

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
-from asyncrlhf.learner.algorithm import AlgorithmConfig, LossConfig
-from asyncrlhf.learner.learner_config import LearnerConfig
-from asyncrlhf.learner.user_loss import LossInputs, load_loss
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig, LossConfig
+from asyncrlhf.learner.settings.learner_config import LearnerConfig
+from asyncrlhf.learner.step.user_loss import LossInputs, load_loss
 from tests.loop import FAKE, run
 from tests.numeric import assert_close
 from tests.unit.learner.worlds import assert_same, backend, gradients, llama, random_batch

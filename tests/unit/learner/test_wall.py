@@ -22,13 +22,14 @@ from transformers import (
 )
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner import forward, wall
-from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.attention import PackedLayout
-from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
-from asyncrlhf.learner.model_pass import silence_dropout
+from asyncrlhf.learner.attention.attention import PackedLayout
+from asyncrlhf.learner.model import forward
+from asyncrlhf.learner.model.model_pass import silence_dropout
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.settings.learner_config import BackendSpec, LearnerConfig
+from asyncrlhf.learner.step import wall
+from asyncrlhf.learner.step.wall import choose_policy
 from asyncrlhf.learner.torch_backend import TorchBackend
-from asyncrlhf.learner.wall import choose_policy
 from tests.numeric import assert_close
 from tests.unit.engines.families import family
 from tests.unit.learner.ranks import run_ranks
@@ -77,7 +78,7 @@ def test_a_model_that_keeps_the_layout_from_its_attention_passes_one_at_a_time()
 
 def test_a_window_longer_than_any_affordable_text_is_seen_in_the_small_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of Gemma 3, whose 512 tokens a large model's first pass cannot afford."""
-    monkeypatch.setattr("asyncrlhf.data.plain_pass.AFFORDABLE", 0)
+    monkeypatch.setattr("asyncrlhf.models.plain_pass.AFFORDABLE", 0)
     config = Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=512)
     assert choose_policy(from_config(config))[0].packing
     attend = PackedLayout.attend

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
 from asyncrlhf.data.packing import pack, select, sequence_lengths, share_out
-from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.settings.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.types import Prompt, Rollout, TrainBatch, TrainSample
 from tests.numeric import assert_close

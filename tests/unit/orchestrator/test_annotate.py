@@ -24,11 +24,11 @@ from asyncrlhf.cluster.parts import (
 )  # fmt: skip
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.orchestrator.annotate import Annotator, References, Rewards
-from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.controller import build_state
-from asyncrlhf.orchestrator.critics import Critics, CriticVersions
-from asyncrlhf.orchestrator.resume import fingerprint
+from asyncrlhf.orchestrator.recording.resume import fingerprint
+from asyncrlhf.orchestrator.rollouts.annotate import Annotator, References, Rewards
+from asyncrlhf.orchestrator.rollouts.assembly import Assembly
+from asyncrlhf.orchestrator.rollouts.critics import Critics, CriticVersions
 from asyncrlhf.orchestrator.state import GroupInProgress
 from asyncrlhf.readahead.outlook import reference_note
 from asyncrlhf.readahead.owners import PATIENCE_SECONDS, ChunkInfo, Prefilled

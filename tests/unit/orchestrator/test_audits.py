@@ -10,8 +10,8 @@ import pytest
 from transformers import MistralConfig
 
 from asyncrlhf.config.compose import load_config
-from asyncrlhf.orchestrator.audits import PROBE_LENGTH, PROBE_TEXTS, Audits
 from asyncrlhf.orchestrator.controller import build_state
+from asyncrlhf.orchestrator.replicas.audits import PROBE_LENGTH, PROBE_TEXTS, Audits
 
 
 @pytest.mark.parametrize(("answers", "longest"), [(60, 40), (16, PROBE_LENGTH)])

@@ -11,7 +11,7 @@ import pytest
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import LearnerLostError, ReplicaError, WeightSyncError
 from asyncrlhf.orchestrator.controller import build_state
-from asyncrlhf.orchestrator.direct_load import DirectLoads
+from asyncrlhf.orchestrator.replicas.direct_load import DirectLoads
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.transport.protocol import LostReceiversError, Ticket
 from asyncrlhf.types import WeightManifest

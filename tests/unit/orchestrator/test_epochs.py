@@ -8,8 +8,8 @@ import numpy as np
 
 from asyncrlhf.cluster.clock import run_virtual
 from asyncrlhf.config.compose import load_config
-from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.controller import build_state
+from asyncrlhf.orchestrator.rollouts.assembly import Assembly
 from asyncrlhf.orchestrator.state import GroupInProgress
 from asyncrlhf.types import Annotation, Payload, Prompt, RolloutInfo
 

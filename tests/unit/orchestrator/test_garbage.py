@@ -11,7 +11,7 @@ import pytest
 from asyncrlhf.actors.part import PartActor
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.orchestrator.run import train
-from asyncrlhf.records.callbacks import Callbacks
+from asyncrlhf.records.show.callbacks import Callbacks
 from tests.loop import FAKE, QUIET
 
 

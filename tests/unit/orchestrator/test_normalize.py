@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrlhf.errors import CheckpointError
-from asyncrlhf.orchestrator.normalize import STATE_FILE, RewardNormalizer, RunningMoments
+from asyncrlhf.orchestrator.learning.normalize import STATE_FILE, RewardNormalizer, RunningMoments
 from asyncrlhf.rewards.reward_config import RewardConfig
 from asyncrlhf.types import Payload, RolloutInfo
 from tests.numeric import assert_close

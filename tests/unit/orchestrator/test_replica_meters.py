@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from asyncrlhf.orchestrator.meters import ReplicaMeters
+from asyncrlhf.orchestrator.learning.meters import ReplicaMeters
 from asyncrlhf.orchestrator.pace import Pace
 from asyncrlhf.orchestrator.state import Replica
-from asyncrlhf.records.progress import Progress
-from asyncrlhf.records.summary import replica_means
+from asyncrlhf.records.show.progress import Progress
+from asyncrlhf.records.show.summary import replica_means
 
 
 def replica(name: str, **facts: Any) -> Replica:

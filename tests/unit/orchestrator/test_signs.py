@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from asyncrlhf.orchestrator.signs import METRIC, STEPS, MissingSign
+from asyncrlhf.orchestrator.learning.signs import METRIC, STEPS, MissingSign
 from tests.unit.learner.test_presets import preset, step
 from tests.unit.learner.worlds import random_batch
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 
 from asyncrlhf.cluster.clock import Signal, off_loop, run_virtual
-from asyncrlhf.orchestrator.meters import LoopLag
-from asyncrlhf.orchestrator.pacing import FreeSlots, Rates
+from asyncrlhf.orchestrator.learning.meters import LoopLag
+from asyncrlhf.orchestrator.replicas.pacing import FreeSlots, Rates
 from asyncrlhf.orchestrator.state import Replica
 
 

@@ -7,8 +7,8 @@ import pytest
 from asyncrlhf.cluster.parts import reference_spec
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.orchestrator.preflight import check_truncation
 from asyncrlhf.orchestrator.run import prepare, train
+from asyncrlhf.orchestrator.start.preflight import check_truncation
 from asyncrlhf.readahead.outlook import reference_note
 
 GROUPS = "generator.groups={a: {engine: hf}, b: {engine: vllm}}"

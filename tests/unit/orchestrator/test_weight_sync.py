@@ -13,10 +13,10 @@ from asyncrlhf.actors.messages import Offer
 from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import LearnerLostError, ReplicaError, WeightSyncError
-from asyncrlhf.orchestrator.audits import PROBE_TEXTS
 from asyncrlhf.orchestrator.controller import build_state
+from asyncrlhf.orchestrator.replicas.audits import PROBE_TEXTS
+from asyncrlhf.orchestrator.replicas.weight_sync import WeightPublisher
 from asyncrlhf.orchestrator.state import Replica, RunState
-from asyncrlhf.orchestrator.weight_sync import WeightPublisher
 
 
 class Learner:

@@ -14,8 +14,8 @@ from asyncrlhf.cluster.clock import run_virtual
 from asyncrlhf.cluster.handles import WorkerLostError
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.orchestrator.annotate import Rewards
 from asyncrlhf.orchestrator.controller import build_state
+from asyncrlhf.orchestrator.rollouts.annotate import Rewards
 from asyncrlhf.orchestrator.state import GroupInProgress, RunState
 from asyncrlhf.readahead.owners import CALL_SECONDS, PATIENCE_SECONDS, ChunkInfo, Prefilled, ReadAhead, ReadTotals
 from asyncrlhf.rewards.reward_config import FusionConfig, RewardConfig, RewardModelConfig

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrlhf.actors.annotator import RewardWorker
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.errors import RewardError
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
 from asyncrlhf.readahead.outlook import reward_outlook
 from asyncrlhf.readahead.owners import Chunk
 from asyncrlhf.readahead.readers import ReadingModel, read_ahead, reading_model

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GraniteConfig, LlamaForCausalLM, MistralConfig
 
-from asyncrlhf.learner import forward
-from asyncrlhf.learner.companions import ReferencePolicy
+from asyncrlhf.learner.model import forward
+from asyncrlhf.learner.step.companions import ReferencePolicy
 from asyncrlhf.readahead.owners import Chunk
 from asyncrlhf.readahead.readers import ReadingReference
 from asyncrlhf.readahead.readings import Readings

@@ -12,8 +12,8 @@ import pytest
 
 from asyncrlhf.data.checkpoint_manifest import check_manifest, write_manifest
 from asyncrlhf.errors import CheckpointError, ConfigError
-from asyncrlhf.records.checkpoint import FOLDER, _pieces, find_checkpoints, newest_whole
-from asyncrlhf.records.record_marker import RecordMarker
+from asyncrlhf.records.write.checkpoint import FOLDER, _pieces, find_checkpoints, newest_whole
+from asyncrlhf.records.write.record_marker import RecordMarker
 from asyncrlhf.stages.stage_record import MARKER_FILE, whole
 
 

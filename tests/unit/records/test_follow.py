@@ -8,8 +8,8 @@ from pathlib import Path
 
 import yaml
 
-from asyncrlhf.records.follow import QUIET_SECONDS, MetricsTail, RunFollower, newest_run
-from asyncrlhf.records.rollout_rows import RolloutRow, write_part
+from asyncrlhf.records.read.follow import QUIET_SECONDS, MetricsTail, RunFollower, newest_run
+from asyncrlhf.records.write.rollout_rows import RolloutRow, write_part
 
 
 def line(step: int, **metrics: float) -> str:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from asyncrlhf.errors import CheckpointError
-from asyncrlhf.records import journal as journal_module
-from asyncrlhf.records.history import Findings, read_journal, surviving
-from asyncrlhf.records.journal import EVENTS, Journal
-from asyncrlhf.records.replay import Replay
+from asyncrlhf.records.read.history import Findings, read_journal, surviving
+from asyncrlhf.records.read.replay import Replay
+from asyncrlhf.records.write import journal as journal_module
+from asyncrlhf.records.write.journal import EVENTS, Journal
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.records.progress import Progress
+from asyncrlhf.records.show.progress import Progress
 
 
 class Clock:

@@ -18,10 +18,7 @@ import yaml
 from asyncrlhf.buffer.ledger import Ledger
 from asyncrlhf.config.environment_config import LoggingConfig
 from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
-from asyncrlhf.records.record_marker import RecordMarker, check_records
-from asyncrlhf.records.recorder import RunRecorder, read_metrics
-from asyncrlhf.records.rollout_rows import ROLLOUT_SCHEMA, RolloutRow
-from asyncrlhf.records.summary import (
+from asyncrlhf.records.show.summary import (
     _moved,
     build_summary,
     git_state,
@@ -30,6 +27,9 @@ from asyncrlhf.records.summary import (
     reward_ends,
     time_weighted_mean,
 )
+from asyncrlhf.records.write.record_marker import RecordMarker, check_records
+from asyncrlhf.records.write.recorder import RunRecorder, read_metrics
+from asyncrlhf.records.write.rollout_rows import ROLLOUT_SCHEMA, RolloutRow
 from asyncrlhf.types import Prompt
 
 SMALL = LoggingConfig(wandb="disabled", progress="none", flush_every=4)

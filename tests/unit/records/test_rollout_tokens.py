@@ -9,13 +9,13 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from asyncrlhf.learner import loss as loss_module
-from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.learner_config import LearnerConfig
-from asyncrlhf.learner.plan import ResponseTokens, StepPlan
-from asyncrlhf.learner.token_facts import token_facts
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.settings.learner_config import LearnerConfig
+from asyncrlhf.learner.step import loss as loss_module
+from asyncrlhf.learner.step.plan import ResponseTokens, StepPlan
+from asyncrlhf.learner.step.token_facts import token_facts
 from asyncrlhf.learner.torch_backend import TorchBackend
-from asyncrlhf.records.rollout_tokens import Pieces, sampled
+from asyncrlhf.records.write.rollout_tokens import Pieces, sampled
 from asyncrlhf.types import TrainBatch
 from tests.numeric import FLOAT32, assert_close
 from tests.unit.learner.worlds import backend, random_batch, share

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from asyncrlhf.errors import CheckpointError
-from asyncrlhf.records.saved_rollouts import SCHEMA, read_rollouts, write_rollouts
+from asyncrlhf.records.write.saved_rollouts import SCHEMA, read_rollouts, write_rollouts
 from asyncrlhf.types import Prompt, Rollout
 
 PROMPT = Prompt(

@@ -12,9 +12,9 @@ import pytest
 
 from asyncrlhf.config.environment_config import LoggingConfig
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.records.metric_names import titled
-from asyncrlhf.records.sink import RunFacts
-from asyncrlhf.records.sinks import Sinks, check_sinks
+from asyncrlhf.records.show.metric_names import titled
+from asyncrlhf.records.show.sink import RunFacts
+from asyncrlhf.records.show.sinks import Sinks, check_sinks
 from tests.loop import FAKE, run
 
 MINE = f"{__name__}:Mine"

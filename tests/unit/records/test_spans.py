@@ -12,9 +12,9 @@ import pytest
 from asyncrlhf.cluster import ray_runtime
 from asyncrlhf.cluster.ray_handles import RayPart
 from asyncrlhf.cluster.ray_runtime import RayRuntime
-from asyncrlhf.orchestrator.spans import Clock, SpanLog
-from asyncrlhf.records import spans
-from asyncrlhf.records.spans import Lane, Span, SpanBatch
+from asyncrlhf.orchestrator.recording.spans import Clock, SpanLog
+from asyncrlhf.records.write import spans
+from asyncrlhf.records.write.spans import Lane, Span, SpanBatch
 
 
 class Now:

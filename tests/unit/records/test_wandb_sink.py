@@ -18,10 +18,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrlhf.config.environment_config import LoggingConfig
-from asyncrlhf.records import wandb_sink
-from asyncrlhf.records.metric_names import OF_THE_ALGORITHM, section_of, titled
-from asyncrlhf.records.recorder import read_metrics
-from asyncrlhf.records.sinks import Sinks
+from asyncrlhf.records.show import wandb_sink
+from asyncrlhf.records.show.metric_names import OF_THE_ALGORITHM, section_of, titled
+from asyncrlhf.records.show.sinks import Sinks
+from asyncrlhf.records.write.recorder import read_metrics
 from tests.loop import FAKE, Finished, run
 from tests.processes import lives
 from tests.wandb_file import axes, history, records, run_of
@@ -176,7 +176,7 @@ STRIKE = """
 import json, signal, sys, time
 import psutil
 from asyncrlhf.config.environment_config import LoggingConfig
-from asyncrlhf.records.sinks import Sinks
+from asyncrlhf.records.show.sinks import Sinks
 
 def core():
     return [p for p in psutil.Process().children(recursive=True) if p.name().startswith("wandb-")]

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrlhf.records.rollout_tokens import TokenRecord
-from asyncrlhf.records.spans import Span, SpanRow, write_spans
+from asyncrlhf.records.write.rollout_tokens import TokenRecord
+from asyncrlhf.records.write.spans import Span, SpanRow, write_spans
 from asyncrlhf.report import rollouts, timeline
 from asyncrlhf.report.load import Run
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.errors import ConfigError, ReplicaError, RewardError
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
 from asyncrlhf.readahead.owners import Chunk
 from asyncrlhf.readahead.readers import ReadingModel
 from asyncrlhf.rewards import model as model_module

@@ -27,9 +27,9 @@ from transformers import (
     OPTForSequenceClassification,
 )
 
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.errors import ConfigError, RewardError
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
 from asyncrlhf.rewards.model import ModelSource, chat_ids, padded_batches, policy_ids, score_batch, text_ids
 from asyncrlhf.rewards.reward_config import RewardModelConfig
 from asyncrlhf.types import Rollout

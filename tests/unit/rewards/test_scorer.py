@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.errors import ConfigError, RewardError
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
 from asyncrlhf.rewards.build_scorer import build_scorer, check_rewards, preflight
 from asyncrlhf.rewards.reward import (
     FunctionSource,

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.stage_config import EvaluationConfig
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
+from asyncrlhf.models.pretrained import load_model
 from asyncrlhf.stages.answers import Scored
 from asyncrlhf.stages.evaluation import evaluate, pass_at, win_rate
 from asyncrlhf.stages.statistics import kl_figures, perplexity, response_logprobs

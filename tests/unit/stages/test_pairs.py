@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
 from asyncrlhf.rewards.model import policy_ids
 from asyncrlhf.stages.preference_data import PairEncoder, choose_padding
 from asyncrlhf.tasks.task import PromptEncoder

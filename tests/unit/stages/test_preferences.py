@@ -17,9 +17,9 @@ import yaml
 from asyncrlhf.cli.main import main
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.stage_config import PreferencesConfig
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
 from asyncrlhf.stages import preferences as stage
 from asyncrlhf.stages.preference_data import PairEncoder
 from asyncrlhf.stages.preferences import draw_prompts, make_pairs, prefer_probability, run_preferences

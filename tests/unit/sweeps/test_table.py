@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from asyncrlhf.records.summary import duration
+from asyncrlhf.records.show.summary import duration
 from asyncrlhf.sweeps import table as table_module
 from asyncrlhf.sweeps.plan import plan_sweep
 from asyncrlhf.sweeps.record import SweepRecord

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
-from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
+from asyncrlhf.models.pretrained import load_model
 from asyncrlhf.tasks.arithmetic import ArithmeticTask
 
 TOKENIZER = load_tokenizer(ModelConfig())

@@ -11,8 +11,8 @@ import datasets
 import pytest
 
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
-from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.models.pretrained import load_tokenizer
 from asyncrlhf.tasks.build_task import build_task
 from asyncrlhf.tasks.task import Task
 

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.errors import ConfigError, RewardError
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
 from asyncrlhf.tasks.build_task import build_task
 from asyncrlhf.tasks.prompts import PromptsTask, check_rows
 

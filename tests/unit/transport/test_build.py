@@ -12,8 +12,8 @@ from asyncrlhf.cluster.parts import wire_settings
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.transport.build_transport import build_sender, resolve_transport
-from asyncrlhf.transport.collective import CollectiveSender
-from asyncrlhf.transport.group import choose_backend
+from asyncrlhf.transport.collective.group import choose_backend
+from asyncrlhf.transport.collective.sender import CollectiveSender
 from asyncrlhf.transport.local import LocalSender
 from asyncrlhf.transport.protocol import LostReceiversError
 from asyncrlhf.transport.weights_config import WeightsConfig

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from asyncrlhf.transport import control_line
-from asyncrlhf.transport.control_line import (
+from asyncrlhf.transport.collective.control_line import (
     Line,
     LineClosedError,
     admit,
@@ -21,6 +20,7 @@ from asyncrlhf.transport.control_line import (
     own_host,
     split_endpoint,
 )
+from asyncrlhf.transport.collective.sender import control_line
 
 
 @pytest.fixture

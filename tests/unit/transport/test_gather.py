@@ -14,7 +14,7 @@ import torch
 from asyncrlhf.errors import LearnerLostError
 from asyncrlhf.transport.audit import differing_tensors, tensor_digests
 from asyncrlhf.transport.build_transport import build_receiver, build_sender, lay_out
-from asyncrlhf.transport.collective import CollectiveSender
+from asyncrlhf.transport.collective.sender import CollectiveSender
 from asyncrlhf.transport.manifest import FlatBuckets, ShardedParams, build_manifest
 from asyncrlhf.transport.weights_config import WeightsConfig
 

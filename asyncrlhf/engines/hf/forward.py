@@ -1,0 +1,229 @@
+"""The hf engine's forward pass over packed tokens: a lean one for the Llama family, transformers' for others."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+from asyncrlhf.engines.hf.kv_cache import ForwardPlan, KVCache
+from asyncrlhf.engines.hf.layer_shapes import find_layers
+from asyncrlhf.engines.hf.slot_attention import Scoring
+from asyncrlhf.engines.hf.slots import Prefill, SlotTable, plan_score, plan_step
+from asyncrlhf.types import IntArray
+
+ATTENTION_NAME = "asyncrlhf_slots"
+Forward = Callable[[KVCache, ForwardPlan], torch.Tensor]  # -> logits [num_logits, V]
+
+_LEAN_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # the others depend on the sequence's length
+
+
+class Passes(ABC):
+    """The forward passes of the hf engine's rows, and what is kept of each row's tokens between two of them."""
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int:
+        """Tokens for which each row has room."""
+
+    @abstractmethod
+    def reserve(self, length: int) -> None:
+        """Make room for ``length`` tokens in every row."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Free what is kept of all rows, and its memory. Rows in flight are prefilled again."""
+
+    @abstractmethod
+    def can_copy(self, tokens: int, prompt: int) -> bool:
+        """Whether a row with ``tokens`` tokens, whose first ``prompt`` are its prompt, still gives another row what
+        :meth:`copy_rows` needs for that prompt."""
+
+    @abstractmethod
+    def copy_rows(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
+        """Give rows ``target`` what is kept of the first ``length`` tokens of rows ``source``, or of more of them."""
+
+    @abstractmethod
+    def step(self, table: SlotTable, prefills: Sequence[Prefill]) -> torch.Tensor:
+        """One decode iteration of all rows of ``table`` together with ``prefills`` -> logits [table.count, V], of which
+        those of rows that are not ready have no meaning."""
+
+    @abstractmethod
+    def score(self, text: IntArray) -> torch.Tensor:
+        """The logits [L, V] of a text alone [L]; nothing is kept."""
+
+
+class SlotPasses(Passes):
+    """Packed passes over a static KV cache with one row per slot."""
+
+    def __init__(self, model: transformers.PreTrainedModel, slots: int) -> None:
+        """Raises ConfigError for a model whose layers do not all call transformers' attention interface."""
+        self._device = model.device
+        self._cache = KVCache(find_layers(model), slots, model.dtype, model.device)
+        self._forward = build_forward(model)
+
+    @property
+    def capacity(self) -> int:
+        return self._cache.capacity
+
+    def reserve(self, length: int) -> None:
+        self._cache.reserve(length)
+
+    def release(self) -> None:
+        self._cache.release()
+
+    def can_copy(self, tokens: int, prompt: int) -> bool:
+        return self._cache.can_copy(tokens, prompt)
+
+    def copy_rows(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
+        self._cache.copy_rows(source, target, length)
+
+    def step(self, table: SlotTable, prefills: Sequence[Prefill]) -> torch.Tensor:
+        return self._forward(self._cache, plan_step(table, prefills, self._cache, self._device))
+
+    def score(self, text: IntArray) -> torch.Tensor:
+        return self._forward(self._cache, plan_score(text, self._device))
+
+
+def build_forward(model: transformers.PreTrainedModel) -> Forward:
+    """The fastest correct forward pass for a ``model`` with transformers' attention interface."""
+    return LeanForward(model) if is_lean(model) else AttentionInterfaceForward(model)
+
+
+def is_lean(model: transformers.PreTrainedModel) -> bool:
+    """Whether :class:`LeanForward` supports this model: its class, its rotary embedding and plain linear layers."""
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if type(model).__name__ not in _LEAN_CLASSES or rope.get("rope_type", "default") not in _STATIC_ROPE:
+        return False
+    layers: Any = model.model.layers
+    fused = ((a.q_proj, a.k_proj, a.v_proj, m.gate_proj, m.up_proj) for a, m in ((x.self_attn, x.mlp) for x in layers))
+    return all(type(projection) is nn.Linear for projections in fused for projection in projections)
+
+
+def _fuse(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One weight and bias for several layers with one input; their parameters become views of it.
+
+    The views still receive new weights in place, so that no load needs another fusion.
+    """
+
+    def joined(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        whole = torch.cat([parameter.data for parameter in parameters])
+        pieces = torch.split(whole, [len(parameter) for parameter in parameters])
+        for parameter, piece in zip(parameters, pieces, strict=True):
+            parameter.data = piece
+        return whole
+
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    return joined([linear.weight for linear in linears]), joined(biases) if biases else None
+
+
+class LeanForward:
+    """Llama, Mistral and Qwen2 in a third of the operations: fused projections, a rotary table, no wrappers."""
+
+    def __init__(self, model: transformers.PreTrainedModel) -> None:
+        self._model = model
+        trunk: Any = model.model
+        self._trunk = trunk
+        config = model.config
+        self._layers = list(trunk.layers)
+        self._qkv = [_fuse((a.q_proj, a.k_proj, a.v_proj)) for a in (layer.self_attn for layer in self._layers)]
+        self._gate_up = [_fuse((m.gate_proj, m.up_proj)) for m in (layer.mlp for layer in self._layers)]
+        self._heads = config.num_attention_heads
+        self._kv_heads = config.num_key_value_heads
+        self._head_dim = self._layers[0].self_attn.head_dim
+        self._scoring = [Scoring(layer.self_attn.scaling) for layer in self._layers]
+        self._rotary = torch.empty(2, 0, 1, self._head_dim)
+
+    def _rotation(self, positions: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [T, 1, D] from a table that grows with the longest position."""
+        if longest >= self._rotary.shape[1]:
+            weight = self._trunk.embed_tokens.weight
+            steps = torch.arange(2 * longest + 64, device=weight.device)
+            cos, sin = self._trunk.rotary_emb(weight[:1, None], position_ids=steps[None])
+            self._rotary = torch.stack((cos[0], sin[0]))[:, :, None]
+        return self._rotary[0][positions], self._rotary[1][positions]
+
+    @staticmethod
+    def _norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.dtype != torch.float32:
+            # The fused kernel rounds low precision at another place than the learner's module does.
+            return norm(hidden)
+        return F.rms_norm(hidden, hidden.shape[-1:], norm.weight, norm.variance_epsilon)
+
+    def __call__(self, cache: KVCache, plan: ForwardPlan) -> torch.Tensor:
+        hidden = F.embedding(plan.input_ids, self._trunk.embed_tokens.weight)
+        cos, sin = self._rotation(plan.positions, plan.longest)
+        rotated_heads = self._heads + self._kv_heads
+        half = self._head_dim // 2
+        for i, layer in enumerate(self._layers):
+            qkv = F.linear(self._norm(layer.input_layernorm, hidden), *self._qkv[i]).view(
+                len(hidden), -1, self._head_dim
+            )
+            straight = qkv[:, :rotated_heads]
+            turned = torch.cat((-straight[..., half:], straight[..., :half]), dim=-1)
+            rotated = straight * cos + turned * sin
+            query, key = rotated[:, : self._heads], rotated[:, self._heads :]
+            attended = cache.attend(i, query, key, qkv[:, rotated_heads:], self._scoring[i], plan)
+            if i == len(self._layers) - 1:
+                # Nothing reads the other tokens' hidden states after the last keys and values are written.
+                hidden, attended = hidden[: plan.num_logits], attended[: plan.num_logits]
+            hidden = hidden + layer.self_attn.o_proj(attended)
+            gate, up = F.linear(self._norm(layer.post_attention_layernorm, hidden), *self._gate_up[i]).chunk(2, dim=-1)
+            hidden = hidden + layer.mlp.down_proj(layer.mlp.act_fn(gate) * up)
+        return self._model.lm_head(self._norm(self._trunk.norm, hidden))
+
+
+class AttentionInterfaceForward:
+    """Any decoder-only model that calls transformers' attention interface: its own code with this module's
+    attention."""
+
+    def __init__(self, model: transformers.PreTrainedModel) -> None:
+        transformers.AttentionInterface.register(ATTENTION_NAME, _slots_attention)
+        model.set_attn_implementation(ATTENTION_NAME)
+        self._model = model
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def __call__(self, cache: KVCache, plan: ForwardPlan) -> torch.Tensor:
+        kept = {}
+        if self._keeps_logits:
+            kept["logits_to_keep"] = torch.arange(plan.num_logits, device=plan.input_ids.device)
+        output = self._model(
+            input_ids=plan.input_ids[None],
+            position_ids=plan.positions[None],
+            use_cache=False,
+            slots_cache=cache,
+            slots_plan=plan,
+            **kept,
+        )
+        return output.logits[0, : plan.num_logits]
+
+
+def _slots_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    *,
+    slots_cache: KVCache,
+    slots_plan: ForwardPlan,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: query [1, H, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv] -> [1, T, H, Dv]
+
+    Masks and windows are in the cache, which knows each layer's.
+    """
+    scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    attended = slots_cache.attend(module.layer_idx, q, k, v, scoring, slots_plan)
+    return attended.view(1, *q.shape[:2], v.shape[2]), None

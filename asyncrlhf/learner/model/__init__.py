@@ -1,0 +1,7 @@
+"""The policy as a module that gives log-probs: its inputs, its passes over packed or single sequences, and its parts
+on several ranks.
+"""
+
+DOORS = (
+    "forward", "inputs", "loading", "model_pass", "output_layer", "pipeline", "sequence", "tensor_parallel", "ulysses",
+)  # fmt: skip

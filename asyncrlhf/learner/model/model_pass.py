@@ -1,0 +1,94 @@
+"""One call of a model over packed inputs: all sequences together, or one after the other by its own forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import nn
+
+from asyncrlhf.learner.attention.attention import IMPLEMENTATION, PackedLayout
+from asyncrlhf.models.plain_pass import takes, uncached
+
+if TYPE_CHECKING:
+    from asyncrlhf.learner.model.inputs import PackedInputs
+
+
+def is_packed(model: Any) -> bool:
+    """Whether ``model``, or its trunk, has packed attention: all sequences pass together."""
+    return bool(model.config.get_text_config()._attn_implementation == IMPLEMENTATION)
+
+
+def trunk_of(model: transformers.PreTrainedModel) -> Any:
+    """The part of ``model`` below the output layer."""
+    below: Any = model.base_model
+    if below is not model:
+        return below
+    # Some classes name their trunk otherwise than their base_model_prefix says, and are then their own base model.
+    return next((part for part in model.children() if isinstance(part, transformers.PreTrainedModel)), model)
+
+
+def name_of_trunk(model: transformers.PreTrainedModel) -> str:
+    """Its name within ``model``."""
+    trunk = trunk_of(model)
+    return next(name for name, module in model.named_modules() if module is trunk)
+
+
+def last_hidden(trunk: Any, inputs: PackedInputs) -> torch.Tensor:
+    """The last hidden states [K, hidden] of ``inputs``."""
+    if is_packed(trunk):
+        return _together(trunk, inputs).last_hidden_state[0]
+    parts = [uncached(trunk, text).last_hidden_state[0, -own:] for text, own in _texts(inputs)]
+    return torch.cat(parts)
+
+
+def predicting_logits(model: Any, inputs: PackedInputs) -> torch.Tensor:
+    """The logits [M, V] that predict the M targets, by the model's own forward, which may scale or cap them."""
+    keeps = takes(model, "logits_to_keep")
+    if is_packed(model):
+        logits = _together(model, inputs, **({"logits_to_keep": inputs.rows} if keeps else {})).logits[0]
+        return logits if keeps else logits.index_select(0, inputs.rows)
+    parts = [
+        uncached(model, text, **({"logits_to_keep": own} if keeps else {})).logits[0, -own:]
+        for text, own in _texts(inputs)
+    ]
+    return torch.cat(parts).index_select(0, inputs.rows)
+
+
+def silence_dropout(model: nn.Module) -> None:
+    """Switch all dropout off, in place: a policy gradient needs the log-probs of the policy that is published.
+
+    Whatever a module computes only in training is off. Layers that gradient checkpointing repeats must count as
+    training (:func:`checkpoint_layers`), so their own probabilities are zero as well.
+    """
+    model.train(False)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def checkpoint_layers(model: transformers.PreTrainedModel) -> None:
+    """Let ``model`` compute its layers again in the backward pass, with dropout still off."""
+    model.gradient_checkpointing_enable()
+    for module in model.modules():
+        # transformers repeats a layer only in training; its parts stay in evaluation.
+        module.training = bool(getattr(module, "gradient_checkpointing", False))
+
+
+def _together(model: Any, inputs: PackedInputs, **more: Any) -> Any:
+    places, layout = inputs.layout.position_ids, inputs.layout
+    return model(input_ids=inputs.token_ids, position_ids=places, packed_layout=layout, use_cache=False, **more)
+
+
+def _texts(inputs: PackedInputs) -> Iterator[tuple[torch.Tensor, int]]:
+    """The tokens of each sequence, a prompt that is packed with another one included, and how many are its own."""
+    layout, ids = inputs.layout, inputs.token_ids[0]
+    assert isinstance(layout, PackedLayout), "sequences one by one need whole sequences on each rank"
+    for first, own, prompt, shared in layout.spans.tolist():
+        if own:
+            yield torch.cat((ids[prompt : prompt + shared], ids[first : first + own])), own

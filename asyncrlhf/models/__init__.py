@@ -1,0 +1,8 @@
+"""Pretrained checkpoints as users have them: found by name, converted where they are not whole and plain, loaded, and
+made small for comparisons before a run.
+"""
+
+DOORS = (
+    "adapter", "blank_model", "checkpoint_folder", "checkpoint_notes", "miniature", "offload", "plain_pass",
+    "pretrained", "routes", "shrinking", "vocabulary", "weight_files",
+)  # fmt: skip

@@ -1,0 +1,104 @@
+"""Loads a pretrained checkpoint's model."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import torch
+import transformers
+
+from asyncrlhf.data.data_config import ModelConfig
+from asyncrlhf.models.adapter import add_adapter
+from asyncrlhf.models.checkpoint_folder import from_pretrained, load_shape, load_tokenizer, resolve
+from asyncrlhf.models.converted import quantisation, refuse_missing_weights
+from asyncrlhf.models.more_heads import forget_heads
+from asyncrlhf.models.routes import Routers
+from asyncrlhf.models.vocabulary import end_tokens, limit_vocabulary
+from asyncrlhf.models.weight_files import check_weights
+from asyncrlhf.validation import check, did_you_mean
+
+
+def load_model(
+    config: ModelConfig, device: str = "cpu", dtype: torch.dtype | None = None
+) -> transformers.PreTrainedModel:
+    """The causal language model in ``eval()``; ``dtype`` overrides ``model.dtype`` (master weights in float32). Raises
+    ConfigError for a missing weight: transformers would initialise it randomly."""
+    dtype = dtype or getattr(torch, config.dtype)
+    more = config.model_init_kwargs or {}
+    options = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True, **more}
+    model, report = from_pretrained(transformers.AutoModelForCausalLM, config, **options)
+    refuse_missing_weights(report, f"model.path={config.path}")
+    forget_heads(model.config)
+    return model.to(device).eval()
+
+
+def load_sampled(
+    config: ModelConfig, device: str = "cpu", dtype: torch.dtype | None = None
+) -> transformers.PreTrainedModel:
+    """As :func:`load_model`, for log-probs: with a note of which ids it is a distribution over."""
+    model = load_model(config, device, dtype)
+    limit_vocabulary(config, model)
+    return model
+
+
+def load_policy(
+    config: ModelConfig, device: str = "cpu", dtype: torch.dtype | None = None
+) -> transformers.PreTrainedModel:
+    """The model that the learner trains: the whole model, or with ``model.lora.r`` an adapter in the frozen model."""
+    model = load_sampled(config, device, dtype)
+    return add_adapter(model, config.lora) if config.lora.r else model
+
+
+def check_model(config: ModelConfig) -> None:
+    """Raise ConfigError unless the checkpoint's config and tokenizer load and the adapter fits; reads no weights."""
+    shape = load_shape(config)
+    own_code = config.trust_remote_code and "AutoModelForCausalLM" in (getattr(shape, "auto_map", None) or {})
+    method = quantisation(shape.to_dict())
+    check(
+        not method,
+        f"model.path={config.path} holds quantised weights ({method}), which cannot train; give the original "
+        "checkpoint, or one that transformers' model.dequantize() and save_pretrained wrote.",
+    )
+    check(
+        own_code or (type(shape) in transformers.AutoModelForCausalLM._model_mapping and not shape.is_encoder_decoder),
+        f"model.path={config.path} has the model type {shape.model_type}, which does not generate text; allowed: a "
+        "causal language model.",
+    )
+    end_tokens(config, load_tokenizer(config))
+    check_weights(resolve(config.path), "model.path")
+    _check_keywords(config, shape)
+    if config.lora.r:
+        width = shape.get_text_config().hidden_size
+        check(
+            config.lora.r <= width,
+            f"model.lora.r={config.lora.r} is over the model's hidden size; allowed: at most {width}.",
+        )
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(shape, trust_remote_code=config.trust_remote_code)
+            add_adapter(model, config.lora)
+
+
+def check_routers(config: ModelConfig) -> None:
+    """Raise ConfigError unless the model has experts whose choice can be reported and followed; reads no weights."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            load_shape(config), trust_remote_code=config.trust_remote_code
+        )
+    Routers(model)
+
+
+def _check_keywords(config: ModelConfig, shape: transformers.PretrainedConfig) -> None:
+    """Arguments that are neither of ``from_pretrained`` nor in the model's config reach the model's constructor,
+    which accepts none. A checkpoint's own code may accept some."""
+    if not config.model_init_kwargs or config.trust_remote_code:
+        return
+    loads = transformers.PreTrainedModel.from_pretrained, transformers.AutoModelForCausalLM.from_pretrained
+    known = {name for load in loads for name in inspect.signature(load).parameters}
+    known |= {name for load in loads for name in re.findall(r'kwargs\.\w+\(\s*"(\w+)"', inspect.getsource(load))}
+    for name in config.model_init_kwargs:
+        check(
+            name in known or hasattr(shape, name),
+            f"model.model_init_kwargs.{name} is known neither to transformers' from_pretrained nor to "
+            f"{type(shape).__name__}{did_you_mean(name, {*known, *shape.to_dict()})}.",
+        )

@@ -1,0 +1,202 @@
+"""What a run shows while it runs: the terminal's live panel; sinks and the user's callbacks get the same values."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from asyncrlhf.records.show.callbacks import Callbacks
+from asyncrlhf.records.show.sinks import Sinks
+from asyncrlhf.records.show.summary import duration, mean, reward_ends, time_weighted_mean, values
+from asyncrlhf.redaction import redact
+from asyncrlhf.validation import check_choice
+
+_SHOWN = (
+    "reward_mean",
+    "samples_per_second",
+    "learner_idle_fraction",
+    "generator_idle_fraction",
+    "staleness_mean",
+    "staleness_max",
+    "buffer_size",
+    "generators_alive",
+    "generators_held_back",
+    "wall_time",
+)
+
+
+class Progress:
+    """``total`` steps, of which ``start_step`` were done before (a resumed run). ``mode``: auto, rich, plain or none.
+
+    Plain lines come at most once a second, but always for the first and the last step. ``clock`` (real time, in
+    seconds) and ``console`` are parameters for tests.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        mode: str = "auto",
+        *,
+        start_step: int = 0,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        check_choice("logging.progress", mode, ("auto", "rich", "plain", "none"))
+        self._console = console if console is not None else Console()
+        self._mode = ("rich" if self._console.is_terminal else "plain") if mode == "auto" else mode
+        self._total = total
+        self._clock = clock
+        self._start_step = start_step
+        self._start_time = clock()
+        self._latest: dict[str, Any] = {"step": start_step}
+        self._rows: list[dict[str, Any]] = []  # the steps shown, for the means at the end
+        self._phase = ""
+        self._printed_step: int | None = None
+        self._printed_at = float("-inf")
+        self._live: Live | None = None
+        if self._mode == "rich":
+            self._live = Live(self._render(self._latest), console=self._console, refresh_per_second=4, transient=False)
+            self._live.start()
+
+    def phase(self, text: str) -> None:
+        """Show the stage of the set-up: as the live display's title, or as a line."""
+        self._phase = text
+        if self._live is not None:
+            self._live.update(self._render(self._latest), refresh=True)
+        else:
+            self.message(f"{text}.")
+
+    def begin(self) -> None:
+        """End the set-up: the ETA counts time from here on."""
+        self._start_time, self._phase = self._clock(), ""
+
+    def update(self, metrics: Mapping[str, Any]) -> None:
+        """Show one learner step's metrics. A value that this step lacks (held-out accuracy) keeps its last one."""
+        self._latest.update({key: value for key, value in metrics.items() if value is not None})
+        if self._live is not None:
+            self._rows.append({key: metrics[key] for key in _SHOWN if key in metrics})
+            self._live.update(self._render(self._latest))
+        elif self._mode == "plain" and self._clock() - self._printed_at >= 1.0:
+            self._print_line()
+
+    def message(self, text: str) -> None:
+        """Show one line above the live display; nothing in mode none."""
+        if self._mode != "none":
+            self._console.print(redact(text), markup=False, highlight=False)
+
+    def stop(self) -> None:
+        """End the display and print the run's means. A second call does nothing."""
+        if self._live is not None:
+            if self._rows:
+                self._live.update(self._render(self._means(), f": means, reward of the last {self._tenth}"))
+            self._live.stop()
+            self._live = None
+        elif self._mode == "plain" and self._latest["step"] not in (self._printed_step, self._start_step):
+            self._print_line()
+        self._mode = "none"
+
+    def _print_line(self) -> None:
+        facts = ", ".join(f"{name} {value}" for name, value in self._facts(self._latest))
+        self._console.print(
+            f"step {self._latest['step']}/{self._total}: {facts}", markup=False, highlight=False, soft_wrap=True
+        )
+        self._printed_step, self._printed_at = self._latest["step"], self._clock()
+
+    @property
+    def _tenth(self) -> str:
+        window = reward_ends(self._rows)["window"]
+        return "step" if window == 1 else f"{window} steps"
+
+    def _means(self) -> dict[str, Any]:
+        """Means of all steps shown, rates weighted by time; the largest staleness, and the last tenth's reward."""
+        rows = self._rows
+        means: dict[str, Any] = {key: time_weighted_mean(rows, key) for key in _SHOWN}
+        means |= {key: mean(values(rows, key)) for key in ("staleness_mean", "buffer_size")}
+        last = {key: self._latest.get(key) for key in ("step", "heldout_accuracy", "generators_alive")}
+        most = max(values(rows, "staleness_max"), default=None)
+        return means | last | {"staleness_max": most, "reward_mean": reward_ends(rows)["last"]}
+
+    def _render(self, figures: Mapping[str, Any], of: str = "") -> RenderableType:
+        grid = Table.grid(padding=(0, 2))
+        facts = self._facts(figures)
+        for start in range(0, len(facts), 3):
+            grid.add_row(*(f"[dim]{name}[/] [bold]{value}[/]" for name, value in facts[start : start + 3]))
+        body = Table.grid(expand=True)
+        body.add_row(ProgressBar(total=self._total, completed=min(self._latest["step"], self._total)))
+        body.add_row(grid)
+        title = self._phase or f"step {self._latest['step']} of {self._total}{of}"
+        return Panel(body, title=title, title_align="left", width=92)
+
+    def _facts(self, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """The displayed facts in a fixed order: name and text."""
+        get = figures.get
+        formats = [
+            ("reward", "{:.3f}", "reward_mean"),
+            ("held-out", "{:.3f}", "heldout_accuracy"),
+            ("samples/s", "{:,.0f}", "samples_per_second"),
+            ("learner idle", "{:.0%}", "learner_idle_fraction"),
+            ("generators idle", "{:.0%}", "generator_idle_fraction"),
+        ]
+        facts = [(name, text.format(get(key))) for name, text, key in formats if get(key) is not None]
+        if get("staleness_mean") is not None:
+            worst = f" (max {get('staleness_max'):.0f})" if get("staleness_max") is not None else ""
+            facts.insert(1, ("staleness", f"{get('staleness_mean'):.1f}{worst}"))
+        if get("buffer_size") is not None:
+            facts.append(("buffer", f"{get('buffer_size'):.0f}"))
+        if get("generators_alive") is not None:
+            late = get("generators_held_back") or 0
+            note = f" ({late:.0f} held back)" if late else ""
+            facts.append(("generators", f"{get('generators_alive'):.0f}{note}"))
+        left = self._total - self._latest["step"]
+        facts.append(("ETA", self._eta()) if left > 0 else ("took", duration(self._clock() - self._start_time)))
+        return facts
+
+    def _eta(self) -> str:
+        done = self._latest["step"] - self._start_step
+        if done <= 0:
+            return "?"
+        seconds = (self._clock() - self._start_time) / done * max(0, self._total - self._latest["step"])
+        return duration(seconds)
+
+
+class RunView(Progress):
+    """A run's progress, sinks and callbacks. Only ``message`` may run on the event loop: users' callbacks may be
+    slow."""
+
+    def __init__(self, sinks: Sinks, total: int, mode: str, start_step: int, callbacks: Callbacks) -> None:
+        super().__init__(total, mode, start_step=start_step)
+        self._sinks = sinks
+        sinks.tell = self.message  # when it happens, and not when the next step is done
+        self._callbacks = callbacks
+        self._resumed = start_step > 0
+
+    @property
+    def stop_asked(self) -> bool:
+        """Whether a callback asked to end the run in order after this step."""
+        return self._callbacks.stop_asked
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        self.update(metrics)
+        self._sinks.log(metrics)
+        for sentence in self._sinks.news():
+            self.message(sentence)
+        self._callbacks.call("on_step", dict(metrics))
+
+    def evaluated(self, step: int, accuracy: float) -> None:
+        self._callbacks.call("on_evaluation", step, accuracy)
+
+    def evaluated_apart(self, step: int, wall_time: float, metrics: Mapping[str, float]) -> None:
+        """Log an evaluation before the first step or after the last, which no step's line has. The one at a resumed
+        run's start is left out: the first attempt's remains the baseline."""
+        if not (self._resumed and step == self._start_step):
+            self._sinks.log({"step": step, "wall_time": wall_time, **metrics})
+
+    def published(self, version: int) -> None:
+        self._callbacks.call("on_publish", version)

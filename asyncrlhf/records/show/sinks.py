@@ -1,0 +1,180 @@
+"""Receivers of a run's metrics in addition to its own files: W&B, TensorBoard, MLflow or the user's class.
+
+Each sink has its own thread and queue: it may be slow, wait for a network or fail, and the run neither waits for
+it nor ends because of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from asyncrlhf.config.environment_config import LoggingConfig
+from asyncrlhf.plugins import load_function
+from asyncrlhf.records.show.sink import RunFacts, Sink
+from asyncrlhf.records.write.recorder import METRICS_FILE, plain, read_metrics
+from asyncrlhf.validation import check_package
+
+FINISH_SECONDS = 90.0  # for a sink to send its queue after the run's end
+ABANDONED_TIMES = 10  # every 0.5 s until the sink's thread ends: its library may start a process again
+# Running totals, as further axes for curves, and the metrics of a step that they sum.
+TOTALS = {"total/samples": "sequences", "total/tokens": "response_tokens"}
+
+
+def check_sinks(logging: LoggingConfig) -> None:
+    """Raise ConfigError for a sink whose package is missing or which cannot be imported."""
+    for name in logging.active_sinks:
+        if name in ("tensorboard", "mlflow"):
+            check_package(f"logging.sinks={name}", name, name)
+        elif name != "wandb":
+            load_function("logging.sinks", name)
+
+
+def build_sink(name: str, logging: LoggingConfig) -> Sink:
+    if name == "wandb":
+        from asyncrlhf.records.show.wandb_sink import WandbSink
+
+        return WandbSink(logging)
+    if name == "tensorboard":
+        from asyncrlhf.records.show.tensorboard_sink import TensorboardSink
+
+        return TensorboardSink()
+    if name == "mlflow":
+        from asyncrlhf.records.show.mlflow_sink import MlflowSink
+
+        return MlflowSink()
+    made: Sink = load_function("logging.sinks", name)()
+    return made
+
+
+class Sinks:
+    """All sinks of a run. ``log`` returns at once; ``finish`` waits at most ``seconds`` for each."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Mapping[str, Any],
+        logging: LoggingConfig,
+        stage: str = "train",
+        start_step: int = 0,
+        seconds: float = FINISH_SECONDS,
+    ) -> None:
+        self._seconds = seconds
+        self._one = threading.Lock()
+        self._said: list[tuple[str, str]] = []  # (sink, sentence); its end is appended to by several threads
+        self._shown = 0
+        self.tell: Callable[[str], None] | None = None  # for the user, from any thread; without it ``news`` keeps all
+        self._totals = _totals_before(Path(run_dir)) if start_step else dict.fromkeys(TOTALS, 0.0)
+
+        def facts(name: str) -> RunFacts:
+            return RunFacts(Path(run_dir), plain(config), stage, start_step, partial(self._say, name))
+
+        self._followers = [_Follower(name, logging, facts(name)) for name in logging.active_sinks]
+
+    def _say(self, name: str, sentence: str) -> None:
+        self._said.append((name, sentence))
+        if self.tell is not None:
+            for new in self.news():
+                self.tell(new)
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Pass one line to every sink."""
+        if not self._followers:
+            return
+        row = {key: value for key, value in plain(metrics).items() if value is not None}
+        for total, key in TOTALS.items():
+            self._totals[total] += row.get(key, 0.0)
+        if any(self._totals.values()):
+            row |= self._totals
+        for follower in self._followers:
+            follower.put(row)
+
+    def news(self) -> list[str]:
+        """The sinks' messages since the last call."""
+        with self._one:
+            new = self._said[self._shown :]
+            self._shown += len(new)
+        return [sentence for _, sentence in new]
+
+    def finish(self, summary: Mapping[str, Any]) -> dict[str, list[str]]:
+        """End every sink; returns their messages during the run, by name. A second call does nothing."""
+        for follower in self._followers:
+            follower.end(plain(summary))
+        for follower in self._followers:
+            follower.join(self._seconds)
+        self._followers = []
+        names = dict.fromkeys(name for name, _ in self._said)
+        return {name: [sentence for other, sentence in self._said if other == name] for name in names}
+
+
+class _Follower:
+    """One sink, its thread and its queue."""
+
+    def __init__(self, name: str, logging: LoggingConfig, facts: RunFacts) -> None:
+        self._name, self._logging, self._facts = name, logging, facts
+        self._queue: SimpleQueue[Mapping[str, Any] | None] = SimpleQueue()
+        self._summary: Mapping[str, Any] = {}
+        self._failed = False
+        self._sink: Sink | None = None
+        # A daemon thread: a sink that hangs must not keep the process alive.
+        self._thread = threading.Thread(target=self._serve, daemon=True, name=f"sink {name}")
+        self._thread.start()
+
+    def put(self, row: Mapping[str, Any]) -> None:
+        if not self._failed:
+            self._queue.put(row)
+
+    def end(self, summary: Mapping[str, Any]) -> None:
+        self._summary = summary
+        self._queue.put(None)
+
+    def join(self, seconds: float) -> None:
+        self._thread.join(seconds)
+        if not self._thread.is_alive():
+            return
+        self._failed = True  # what it raises now is no news
+        self._facts.say(f"The sink {self._name} had not finished {seconds:g} s after the run's end and was left.")
+        abandon: Callable[[], None] | None = getattr(self._sink, "abandon", None)
+        if abandon is None:
+            return
+        for _ in range(ABANDONED_TIMES):
+            self._guard(abandon, always=True)
+            if not self._thread.is_alive():
+                break
+            self._thread.join(0.5)
+
+    def _serve(self) -> None:
+        self._guard(self._start)
+        while (row := self._queue.get()) is not None:
+            self._guard(lambda row=row: self._sink.log(row))  # type: ignore[misc,union-attr]
+        if (sink := self._sink) is not None:
+            self._guard(lambda: sink.finish(self._summary), always=True)
+
+    def _start(self) -> None:
+        self._sink = build_sink(self._name, self._logging)
+        self._sink.start(self._facts)
+
+    def _guard(self, action: Callable[[], Any], always: bool = False) -> None:
+        if self._failed and not always:
+            return
+        try:
+            action()
+        except Exception as error:  # a library or the user's code, with exception types of every kind
+            if not self._failed:
+                cause = " ".join(str(error).split())
+                self._facts.say(
+                    f"The sink {self._name} stopped recording ({type(error).__name__}: {cause}); "
+                    f"the run continues without it, and {METRICS_FILE} has everything."
+                )
+            self._failed = True
+
+
+def _totals_before(run_dir: Path) -> dict[str, float]:
+    """The totals of the steps before the one at which a resumed run continues."""
+    path = run_dir / METRICS_FILE
+    rows = read_metrics(path) if path.exists() else []
+    return {total: sum(float(row.get(key) or 0.0) for row in rows) for total, key in TOTALS.items()}

@@ -1,0 +1,172 @@
+"""Which records of a run belong to a checkpoint, whether they exist, and how later ones are removed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from asyncrlhf.data.checkpoint_manifest import Seals, damages
+from asyncrlhf.errors import CheckpointError, ConfigError
+from asyncrlhf.records.write.journal import JOURNAL_FILE
+from asyncrlhf.records.write.rollout_tokens import TOKENS_FOLDER
+from asyncrlhf.records.write.spans import SPANS_FOLDER
+
+METRICS_FILE = "metrics.jsonl"
+ROLLOUTS_FOLDER = "rollouts"
+_PART = re.compile(rf"({ROLLOUTS_FOLDER}|{SPANS_FOLDER})/part-([0-9]{{5,18}})\.parquet")
+_TOKENS_PART = re.compile(rf"{TOKENS_FOLDER}/steps-[0-9]{{7,18}}-([0-9]{{7,18}})-rank-[0-9]{{1,18}}\.parquet")
+
+
+@dataclass(frozen=True)
+class RecordMarker:
+    """How many of the records belong to a checkpoint; the default's zeros mean a run's beginning.
+
+    ``seals``: size and hash of each part, by its path within the run's folder, and of the first lines of the files of
+    :attr:`lines`; an older version wrote none. ``dataclasses.asdict`` makes it JSON, :meth:`of` reads it back.
+    """
+
+    metrics_lines: int = 0
+    parts: int = 0
+    span_parts: int = 0
+    journal: int = 0  # lines
+    seals: Seals = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, counts: Any, where: Path) -> RecordMarker:
+        """Read a marker back; raises CheckpointError, naming the place ``where``, if ``counts`` are not a marker's."""
+        try:
+            marker = cls(**counts)
+        except TypeError:
+            raise CheckpointError(f"{where} holds no marker of records: {counts!r:.80}.") from None
+        for name, count in vars(marker).items():
+            if name != "seals" and (type(count) is not int or count < 0):
+                raise CheckpointError(f"{where} has {name}={count!r:.80}; a count of 0 or more was written.")
+        if not isinstance(marker.seals, dict):
+            raise CheckpointError(f"{where} has seals={marker.seals!r:.80}; an object was written.")
+        for name, facts in marker.seals.items():
+            if not isinstance(facts, dict) or not (name in marker.lines or marker.counts_on(name)):
+                raise CheckpointError(f"{where} has a seal of {name!r:.80}, which is no record that it counts.")
+        return marker
+
+    @property
+    def lines(self) -> dict[str, int]:
+        """The lines that it counts, by the name of their file."""
+        return {METRICS_FILE: self.metrics_lines, JOURNAL_FILE: self.journal}
+
+    def part_names(self) -> Iterator[str]:
+        """The paths, within the run's folder, of the numbered parts that it counts."""
+        for folder, parts in ((ROLLOUTS_FOLDER, self.parts), (SPANS_FOLDER, self.span_parts)):
+            yield from (f"{folder}/{part_name(number)}" for number in range(parts))
+
+    def counts_on(self, name: str) -> bool:
+        """Whether the path within the run's folder is that of a part up to the marker."""
+        if part := _PART.fullmatch(name):
+            return int(part[2]) < (self.parts if part[1] == ROLLOUTS_FOLDER else self.span_parts)
+        tokens = _TOKENS_PART.fullmatch(name)
+        return tokens is not None and int(tokens[1]) <= self.metrics_lines
+
+
+def part_name(number: int) -> str:
+    return f"part-{number:05d}.parquet"
+
+
+def is_used(run_dir: Path) -> bool:
+    """Whether the folder holds records of a run."""
+    metrics = run_dir / METRICS_FILE
+    return (metrics.exists() and metrics.stat().st_size > 0) or any(run_dir.glob(f"{ROLLOUTS_FOLDER}/*.parquet"))
+
+
+def recorded_steps(run_dir: Path) -> int:
+    """Learner steps in metrics.jsonl, without an incomplete last line."""
+    path = run_dir / METRICS_FILE
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def refuse_used_folder(run_dir: Path) -> None:
+    """Raise ConfigError for a folder that already holds a run."""
+    if is_used(run_dir):
+        raise ConfigError(
+            f"run_dir={run_dir} already holds a run; give another run_dir, or checkpoint.resume=auto to continue it."
+        )
+
+
+def check_records(run_dir: Path, marker: RecordMarker) -> None:
+    """Raise CheckpointError, in one sentence, unless ``run_dir`` holds the records that ``marker`` counts: lines and
+    parts unchanged; those that it has no seal of, complete. Changes nothing."""
+    for name, lines in marker.lines.items():
+        check_lines(run_dir / name, lines, marker.seals.get(name))
+    if METRICS_FILE not in marker.seals:
+        _check_metrics(run_dir / METRICS_FILE, marker.metrics_lines)
+    for path in (run_dir / name for name in marker.part_names() if name not in marker.seals):
+        try:
+            pq.read_metadata(path)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}, which the checkpoint counts on, cannot be read: {error}.") from error
+    sealed = {name: facts for name, facts in marker.seals.items() if name not in marker.lines}
+    for name, said in damages(run_dir, sealed):
+        raise CheckpointError(f"{run_dir / name}, which the checkpoint counts on, {said}.")
+
+
+def check_lines(path: Path, lines: int, facts: Mapping[str, Any] | None) -> None:
+    """Raise CheckpointError unless the file's first ``lines`` lines are there, and fit their seal ``facts``."""
+    if not lines:
+        return
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path}, which the checkpoint counts on, is not a plain file.")
+    found, digest = 0, hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            for line in islice(file, lines):
+                found += line.endswith(b"\n")
+                digest.update(line)
+    except OSError as error:
+        raise CheckpointError(f"{path}, which the checkpoint counts on, cannot be read: {error}.") from error
+    if found < lines:
+        raise CheckpointError(f"{path} has {found} lines but the checkpoint was made after {lines}.")
+    if facts is not None and digest.hexdigest() != facts.get("sha256"):
+        raise CheckpointError(f"{path} has changed in the {lines} lines after which the checkpoint was made.")
+
+
+def _check_metrics(path: Path, lines: int) -> None:
+    """For a checkpoint without their seal: raise CheckpointError unless the first ``lines`` lines are JSON objects."""
+    try:
+        for number, line in enumerate(_counted_lines(path, lines)[1], start=1):
+            if not isinstance(json.loads(line), dict):
+                raise CheckpointError(f"{path} line {number}, which the checkpoint counts on, is no JSON object.")
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}, which the checkpoint counts on, cannot be read: {error}.") from error
+
+
+def _counted_lines(path: Path, lines: int) -> tuple[int, list[bytes]]:
+    """The size of the file, and its first ``lines``; raises CheckpointError if it has fewer complete lines."""
+    content = path.read_bytes() if path.exists() else b""
+    kept = content.splitlines(keepends=True)[:lines]
+    if len(kept) < lines or not all(line.endswith(b"\n") for line in kept):
+        raise CheckpointError(f"{path} has {len(kept)} lines but the checkpoint was made after {lines}.")
+    return len(content), kept
+
+
+def cut_metrics(path: Path, lines: int) -> None:
+    whole, kept = _counted_lines(path, lines)
+    size = sum(len(line) for line in kept)
+    if size < whole:
+        os.truncate(path, size)
+
+
+def cut_parts(folder: Path, parts: int) -> None:
+    keep = {part_name(number) for number in range(parts)}
+    missing = sorted(name for name in keep if not (folder / name).exists())
+    if missing:
+        raise CheckpointError(f"{folder} lacks {missing[0]}, which the checkpoint counts on.")
+    for path in [*folder.glob("part-*.parquet"), *folder.glob("part-*.tmp")]:
+        if path.name not in keep:
+            path.unlink()

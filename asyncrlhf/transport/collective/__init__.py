@@ -1,0 +1,3 @@
+"""Weights over process groups of their own, NCCL or gloo: sender, receiver, and the line that controls them."""
+
+DOORS = ("receiver", "sender")

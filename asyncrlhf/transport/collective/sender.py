@@ -1,0 +1,201 @@
+"""The sender of the transport over process groups of its own, NCCL or gloo: it broadcasts bucket after bucket.
+
+Beside a group it has a control line to each receiver; :mod:`~asyncrlhf.transport.collective.receiver` is the other end.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from asyncrlhf.errors import LearnerLostError, WeightSyncError
+from asyncrlhf.transport.collective.control_line import Message, admit, collect, join_endpoint, new_token, own_host
+from asyncrlhf.transport.collective.group import BroadcastGroup, choose_backend, device_identity, formed, group_keys
+from asyncrlhf.transport.collective.members import Members, give_up_if
+from asyncrlhf.transport.gathered_buckets import GatheredBuckets
+from asyncrlhf.transport.manifest import ShardedParams, manifest_digest
+from asyncrlhf.transport.protocol import LostReceiversError, Ticket
+from asyncrlhf.transport.sender import WeightSender, Wire
+from asyncrlhf.types import WeightManifest
+
+POLL_SECONDS = 0.002  # between two looks whether a bucket is complete
+
+
+class CollectiveSender(WeightSender):
+    """Rank 0 of each of its groups, which share no receiver: an error in one does not affect the others. A transfer
+    goes to the group of the ticket's epoch: send the version, wait until all are ready, broadcast, wait until all are
+    done. The loss of a receiver ends its group.
+
+    ``device``: that of the learner's parameters, which decides with the receivers' devices between NCCL and gloo.
+    ``bytes_per_second``: the slowest rate that counts as alive; ``timeout_seconds`` is added to it.
+    """
+
+    def __init__(
+        self, manifest: WeightManifest, *, timeout_seconds: float, device: torch.device | str = "cpu",
+        wire: Wire | None = None, bytes_per_second: float = math.inf, sharded: ShardedParams | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(manifest, device, wire, sharded)
+        self._device = torch.device(device)
+        self._timeout_seconds = timeout_seconds
+        self._transfer_seconds = timeout_seconds + sum(manifest.bucket_bytes) / bytes_per_second
+        self._host = ""
+        self._token = new_token()
+        self._server: socket.socket | None = None
+        self._store: dist.TCPStore | None = None
+        self._members: dict[int, Members] = {}  # by epoch
+
+    def listen(self, host: str = "") -> str:
+        self._host = host or own_host()
+        self._server = socket.create_server((self._host, 0), backlog=256)
+        self._store = dist.TCPStore(
+            self._host, 0, None, True, timedelta(seconds=self._timeout_seconds), wait_for_workers=False
+        )
+        return join_endpoint(self._token, self._host, self._server.getsockname()[1])
+
+    def connect(self, endpoint: str, receivers: Sequence[str], epoch: int) -> None:
+        with self.lock:
+            self.epoch, self.sent = epoch, ()
+            for old in list(self._members.values()):
+                if not receivers or not old.lines or not old.lines.keys().isdisjoint(receivers):
+                    self._drop(old)
+            members = self._members[epoch] = Members(epoch, self._timeout_seconds)
+            if receivers:
+                with self._giving_up(members):
+                    self._form(members, list(receivers))
+
+    def close(self) -> None:
+        # A thread that waits on a broken line sees its end; that thread, or the code below, closes the lines.
+        for members in list(self._members.values()):
+            members.hang_up()
+        with self.lock:
+            for members in list(self._members.values()):
+                self._drop(members)
+            if self._server is not None:
+                self._server.close()
+            self._server = self._store = None
+
+    def _check_current(self, ticket: Ticket) -> None:
+        present = self.epoch if ticket.epoch not in self._members else ticket.epoch
+        if (ticket.version, ticket.epoch) != (self.version, present):
+            raise WeightSyncError(
+                f"The ticket is for version {ticket.version} of epoch {ticket.epoch}, but the sender holds "
+                f"version {self.version} of epoch {self.epoch}."
+            )
+
+    def _send(self, ticket: Ticket, outgoing: list[int]) -> None:
+        members = self._members.get(ticket.epoch)
+        if members is None:
+            raise WeightSyncError(f"No group to send version {ticket.version} to: connect a new epoch first.")
+        if members.group is None:
+            return
+        what = f"Version {ticket.version} did not reach every receiver"
+        self.sent = ()
+        self._move_buckets(members.group)
+        with self._giving_up(members):
+            members.tell({"version": ticket.version, "epoch": ticket.epoch, "buckets": outgoing}, what)
+            members.hear("ready", what)
+            self._broadcast(members, outgoing, what)
+            members.hear("done", what, self._transfer_seconds)
+            members.group.wait()
+
+    def _broadcast(self, members: Members, outgoing: list[int], what: str) -> None:
+        """Start all broadcasts. Of buckets that are fetched for them one exists at a time: the next one is fetched when
+        the one before has been sent."""
+        group = members.group
+        assert group is not None
+        group.broadcast([])
+        deadline = time.monotonic() + self._transfer_seconds
+        for place, bucket in enumerate(outgoing):
+            if place and isinstance(self.buckets, GatheredBuckets):
+                self._end_first(members, what, deadline)
+            group.begin(self.buckets.tensors[bucket])
+
+    def _end_first(self, members: Members, what: str, deadline: float) -> None:
+        """Wait for the oldest broadcast and release its bucket. Raises LostReceiversError."""
+        group = members.group
+        assert group is not None
+        while not group.completed(0):
+            members.watch(what, POLL_SECONDS)
+            if time.monotonic() > deadline:
+                late = f"did not take all buckets within {self._transfer_seconds:.1f} s"
+                give_up_if(dict.fromkeys(members.abort() or members.lines, late), what)
+        try:
+            group.take_first()
+        except RuntimeError as error:  # a receiver ended; its control line tells which
+            members.hear("done", what)
+            raise LostReceiversError(what, {"group": str(error).splitlines()[0]}) from error
+
+    def _move_buckets(self, group: BroadcastGroup) -> None:
+        """Keep the snapshot where the group reads it: on the GPU for NCCL, on the host for gloo."""
+        if group.device.type != self.buckets.device.type:
+            self.buckets = self.buckets.moved(group.device)
+
+    @contextmanager
+    def _giving_up(self, members: Members) -> Iterator[None]:
+        """Within this context, an error ends the group: its receivers do not wait for the rest."""
+        try:
+            yield
+        except (WeightSyncError, LearnerLostError):
+            self._drop(members)
+            raise
+
+    def _drop(self, members: Members) -> None:
+        members.drop()
+        self._members.pop(members.epoch, None)
+
+    def _form(self, members: Members, receivers: list[str]) -> None:
+        if self._store is None:
+            raise WeightSyncError("The weight sender is not listening: call listen before connect.")
+        epoch, what = members.epoch, f"The weight group of epoch {members.epoch} could not form"
+        identities = self._accept(members, receivers, what)
+        backend = choose_backend([device_identity(self._device), *identities])
+        welcome = {"port": self._store.port, "backend": backend, "digest": manifest_digest(self.manifest)}
+        members.tell({**welcome, "seconds": self._transfer_seconds}, what)
+        # A connection of its own: a group that never forms keeps it busy until gloo's own time-out.
+        own = dist.TCPStore(self._host, self._store.port, None, False, timedelta(seconds=self._timeout_seconds))
+        store = dist.PrefixStore(group_keys(self._token, epoch), own)
+
+        def build() -> BroadcastGroup:
+            return BroadcastGroup(
+                store, backend, 0, len(receivers) + 1, self._host, self._device, self._transfer_seconds
+            )
+
+        try:
+            group = members.group = formed(build, partial(members.hear_joins, what), self._timeout_seconds)
+        except RuntimeError as error:
+            lost = collect(members.joining, "joined", 0.1)
+            raise LostReceiversError(what, lost or {"group": str(error).splitlines()[0]}) from error
+        give_up_if(collect(members.joining, "joined", self._timeout_seconds), what)
+        self._move_buckets(group)
+
+    def _accept(self, members: Members, receivers: list[str], what: str) -> list[str]:
+        """Accept the receivers' connections until all are there; returns their devices. Rejects an old epoch's and
+        strangers."""
+        assert self._server is not None
+        identities: dict[str, str] = {}
+
+        def expected(hello: Message) -> bool:
+            name, rank = hello.get("name"), hello.get("rank")
+            return hello.get("epoch") == members.epoch and name in receivers and receivers.index(name) + 1 == rank
+
+        for line, hello in admit(self._server, self._token, expected, self._timeout_seconds):
+            name = hello["name"]
+            if name in members.lines:
+                members.lines[name].close()
+            members.lines[name] = line
+            identities[name] = str(hello.get("device"))
+            if len(identities) == len(receivers):
+                break
+        missing = {
+            name: f"did not join within {self._timeout_seconds:g} s" for name in receivers if name not in identities
+        }
+        give_up_if(missing, what)
+        return [identities[name] for name in receivers]
