@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from asyncrlhf.doctor import model_ways, models_page
 from asyncrlhf.doctor.model_ways import engine_way, export_way, learner_way
-from asyncrlhf.engines.hf.hf_engine import wall as engine_wall
+from asyncrlhf.engines.hf import wall as engine_wall
 from asyncrlhf.learner.step import wall as learner_wall
 from asyncrlhf.models.miniature import build_miniature
 
@@ -102,7 +102,7 @@ def test_gradients_of_half_the_size_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_engine_that_keeps_an_old_weight_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrlhf.engines.hf.hf_engine import hf_engine as hf
+    from asyncrlhf.engines.hf import hf_engine as hf
 
     trained: dict[str, torch.Tensor] = {}
     assert learner_way(small(), trained).name == "packed"

@@ -143,7 +143,7 @@ def test_a_learner_may_have_more_ranks_than_a_batch_has_groups(
     """A batch of two groups on four ranks: each group is a share of two ranks, which the plan's file says to train.
     Configs are made for few of the hundreds of layouts: learners that keep their memory share no devices."""
     made = []
-    monkeypatch.setattr("asyncrlhf.cli.plan.changed", lambda *asked: made.append(asked) or changed(*asked))
+    monkeypatch.setattr("asyncrlhf.simulator.plan.changed", lambda *asked: made.append(asked) or changed(*asked))
     given = [f"{key}={value}" for key, value in cut.items()]
     words = ["batch_size=16", "num_generations=8", "learner.ranks=4", *given]
     where = ["--gpus", "8", "--device", "L4", "--per-node", "8", "--simulate", "2"]

@@ -16,9 +16,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from asyncrlhf.engines.hf import slots as table
 from asyncrlhf.engines.hf.forward import is_lean
 from asyncrlhf.engines.hf.hf_engine import HFEngine
-from asyncrlhf.engines.hf.hf_engine import slots as table
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.types import GenerationFailure, GenerationRequest, Prompt, Rollout, SamplingParams
 from tests.numeric import FLOAT32, assert_close

@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from asyncrlhf.engines.hf.hf_engine import HFEngine, own_cache
-from asyncrlhf.engines.hf.hf_engine import hf_engine as hf
+from asyncrlhf.engines.hf import hf_engine as hf
+from asyncrlhf.engines.hf import own_cache
+from asyncrlhf.engines.hf.hf_engine import HFEngine
 from asyncrlhf.engines.hf.own_cache import OwnCachePasses
 from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams
 from tests.numeric import FLOAT32, assert_close

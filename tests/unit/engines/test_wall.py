@@ -14,8 +14,9 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from asyncrlhf.engines.engine import named_weights
+from asyncrlhf.engines.hf import own_cache, wall
 from asyncrlhf.engines.hf.forward import SlotPasses
-from asyncrlhf.engines.hf.hf_engine import HFEngine, own_cache, wall
+from asyncrlhf.engines.hf.hf_engine import HFEngine
 from asyncrlhf.engines.hf.own_cache import Cohort, OwnCachePasses
 from asyncrlhf.engines.hf.wall import Wall, find_passes
 from asyncrlhf.errors import ConfigError

@@ -10,8 +10,9 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from asyncrlhf.engines.hf import slot_attention, slots
 from asyncrlhf.engines.hf.forward import SlotPasses
-from asyncrlhf.engines.hf.hf_engine import HFEngine, slot_attention, slots
+from asyncrlhf.engines.hf.hf_engine import HFEngine
 from asyncrlhf.engines.hf.layer_shapes import PROBE_NAME
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.models.checkpoint_folder import DEFAULT_CONTEXT, context_of

@@ -26,7 +26,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from asyncrlhf.data.packing import select
-from asyncrlhf.learner.attention.attention import tiles
+from asyncrlhf.learner.attention import tiles
 from asyncrlhf.learner.model.inputs import PackedInputs
 from asyncrlhf.learner.model.model_pass import checkpoint_layers
 from asyncrlhf.learner.step.wall import choose_policy

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.nn.attention import varlen
 
-from asyncrlhf.learner.attention.attention import PackedLayout, ring
+from asyncrlhf.learner.attention import ring
+from asyncrlhf.learner.attention.attention import PackedLayout
 from asyncrlhf.learner.attention.ring_plan import RingPlan, plan_ring
 from asyncrlhf.learner.attention.varlen_kernel import varlen_takes
 from asyncrlhf.learner.ranks.distributed import Peers

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner.attention.attention import PackedLayout, packed_attention, tiles
+from asyncrlhf.learner.attention import tiles
+from asyncrlhf.learner.attention.attention import PackedLayout, packed_attention
 from asyncrlhf.learner.attention.tiles import plan_tiles, tiled_attention
 from tests.numeric import assert_close
 from tests.unit.learner.test_varlen import SHAPES, alone, one_at_a_time, outcome, siblings, sinks, tensors

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from asyncrlhf.transport.collective import control_line
 from asyncrlhf.transport.collective.control_line import (
     Line,
     LineClosedError,
@@ -20,7 +21,6 @@ from asyncrlhf.transport.collective.control_line import (
     own_host,
     split_endpoint,
 )
-from asyncrlhf.transport.collective.sender import control_line
 
 
 @pytest.fixture

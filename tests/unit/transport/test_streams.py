@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from asyncrlhf.errors import WeightSyncError
+from asyncrlhf.transport.collective import receiver as collective_receiver
 from asyncrlhf.transport.collective.control_line import Line, Message
 from asyncrlhf.transport.collective.group import BroadcastGroup, formed
 from asyncrlhf.transport.collective.receiver import CollectiveReceiver
 from asyncrlhf.transport.collective.sender import CollectiveSender
-from asyncrlhf.transport.collective.sender import receiver as collective_receiver
 from asyncrlhf.transport.local import LocalReceiver, LocalSender
 from asyncrlhf.transport.manifest import build_manifest
 from asyncrlhf.transport.protocol import LostReceiversError, Ticket, replica_name, worker_name
