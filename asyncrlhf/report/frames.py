@@ -12,11 +12,10 @@ import pandas as pd
 import yaml
 
 from asyncrlhf.records.write.checkpoint import LEARNER_FOLDER, list_checkpoints
-from asyncrlhf.records.write.evaluations import EVALUATIONS_FOLDER
-from asyncrlhf.records.write.recorder import CONFIG_FILE, METRICS_FILE, ROLLOUTS_FOLDER, read_metrics
+from asyncrlhf.records.write.recorder import CONFIG_FILE, METRICS_FILE, ROLLOUTS_FOLDER, read_metrics, read_summary
+from asyncrlhf.records.write.rollout_rows import EVALUATIONS_FOLDER
 from asyncrlhf.report import load
 from asyncrlhf.report.load import flatten
-from asyncrlhf.sweeps.job import read_summary
 from asyncrlhf.sweeps.record import is_sweep
 from asyncrlhf.sweeps.results import read_results
 from asyncrlhf.sweeps.sentences import figures, sentences

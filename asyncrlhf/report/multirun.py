@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.records.write.recorder import CONFIG_FILE, METRICS_FILE
+from asyncrlhf.records.write.recorder import CONFIG_FILE, METRICS_FILE, read_summary
 from asyncrlhf.report.load import read_yaml
-from asyncrlhf.sweeps.job import read_summary
 from asyncrlhf.sweeps.plan import WITHOUT_EFFECT
 from asyncrlhf.sweeps.results import Results, results_of
 

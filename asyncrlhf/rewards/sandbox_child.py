@@ -8,21 +8,25 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from asyncrlhf.errors import ConfigError, RewardError
-from asyncrlhf.rewards.guard import CallLog, WrongCountError, call_function, load_target
-from asyncrlhf.rewards.limits import begin_call, confine
+from asyncrlhf.plugins import load_function
+from asyncrlhf.rewards.guard import CallLog, WrongCountError, call_function
 from asyncrlhf.rewards.reward_config import SandboxConfig
 
 WATCH_SECONDS = 0.25
-PR_SET_PDEATHSIG = 1  # of prctl(2)
+PR_SET_PDEATHSIG, SUBREAPER = 1, 36  # of prctl(2)
+NEW_USER, NEW_NET = 0x10000000, 0x40000000  # of unshare(2)
 
 
 def main(descriptor: int, key: str, target: str, folder: str, limits: SandboxConfig) -> None:
@@ -43,7 +47,7 @@ def main(descriptor: int, key: str, target: str, folder: str, limits: SandboxCon
             # A function that hangs would outlive a parent that was killed.
             threading.Thread(target=_end_with, args=(os.getppid(), folder), daemon=True, name="watch").start()
             end_a_second_after_the_parent()
-            function = load_target(target, key)
+            function = load_function(key, target)
         except ConfigError as error:
             tell(error=str(error))
             return
@@ -64,6 +68,49 @@ def main(descriptor: int, key: str, target: str, folder: str, limits: SandboxCon
             else:
                 plain = [{"error": str(s)} if isinstance(s, RewardError) else s for s in scores]
                 tell(scores=plain, metrics=log.metrics, extras=log.extras)
+
+
+def confine(config: SandboxConfig) -> None:
+    """Limit this process and its future children; call it before there are threads. Raises ConfigError
+    if the network cannot be removed here."""
+    if not config.network:
+        _leave_network()
+    with suppress(OSError, AttributeError):  # Linux only; not essential elsewhere
+        ctypes.CDLL(None, use_errno=True).prctl(SUBREAPER, 1, 0, 0, 0)
+    _limit(resource.RLIMIT_AS, int(config.memory_gb * 2**30))
+    _limit(resource.RLIMIT_FSIZE, int(config.file_mb * 2**20))
+    _limit(resource.RLIMIT_NOFILE, config.open_files)
+    _limit(resource.RLIMIT_CORE, 0)
+
+
+def begin_call(config: SandboxConfig) -> None:
+    """Start the CPU limit of one call."""
+    if config.cpu_seconds:
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + config.cpu_seconds) + 1, hard))
+
+
+def _limit(kind: int, value: int) -> None:
+    """Lower a limit permanently; 0 means no limit, except for core dumps."""
+    _, hard = resource.getrlimit(kind)
+    if value or kind == resource.RLIMIT_CORE:
+        wanted = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (wanted, wanted))
+
+
+def _leave_network() -> None:
+    """Enter a network namespace without active interfaces, in a user namespace without root."""
+    libc, user, group = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
+    if libc.unshare(NEW_NET) == 0:
+        return
+    if libc.unshare(NEW_USER | NEW_NET) != 0:
+        reason = os.strerror(ctypes.get_errno())
+        raise ConfigError(
+            "reward.sandbox.network=false is not possible on this machine, whose kernel provides no network namespace "
+            f"({reason}); allowed here: true."
+        )
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        Path(f"/proc/self/{name}").write_text(text)
 
 
 def guard(descriptor: int, folder: str) -> None:

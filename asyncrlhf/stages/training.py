@@ -26,7 +26,7 @@ from asyncrlhf.models.vocabulary import check_template
 from asyncrlhf.orchestrator.run import RUNS
 from asyncrlhf.records.write.checkpoint import FOLDER, find_checkpoints, newest_whole
 from asyncrlhf.records.write.record_marker import refuse_used_folder
-from asyncrlhf.records.write.recorder import writing_to
+from asyncrlhf.records.write.whole_files import writing_to
 from asyncrlhf.stages.stage_record import (
     LEFT_OUT,
     MARKER_FILE,

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.records.write.recorder import METRICS_FILE, read_metrics
-from asyncrlhf.sweeps.job import read_summary
-from asyncrlhf.sweeps.record import after_a_kill, is_owned, read_sweep
+from asyncrlhf.records.write.recorder import METRICS_FILE, read_metrics, read_summary
+from asyncrlhf.records.write.run_lock import is_owned
+from asyncrlhf.sweeps.record import after_a_kill, read_sweep
 from asyncrlhf.sweeps.search import objective
 
 # Settings that affect staleness. All other choices are the method, which is compared.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrlhf.records.show.summary import counted
-from asyncrlhf.records.write.recorder import write_atomically
+from asyncrlhf.records.write.whole_files import write_atomically
 from asyncrlhf.sweeps.results import ONLY_METHOD, Cell, Estimate, Results, paired
 
 RESULTS_FILE = "results.json"

@@ -26,7 +26,7 @@ from asyncrlhf.data.checkpoint_manifest import MANIFEST, Seals, check_manifest, 
 from asyncrlhf.errors import CheckpointError, ConfigError
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.orchestrator.run import Prepared, prepare
-from asyncrlhf.records.write import record_seals
+from asyncrlhf.records.write import record_marker
 from asyncrlhf.records.write.checkpoint import FOLDER, list_checkpoints, read_checkpoint, sweep_unfinished
 from tests.loop import FAKE, QUIET, run
 from tests.unit.learner.ranks import build
@@ -261,6 +261,8 @@ DAMAGES: dict[str, Damage] = {
     "state: a marker of texts": state_with(marker={"metrics_lines": "4"}),
     "state: a negative marker": state_with(marker={"metrics_lines": -6, "parts": 0, "span_parts": 0}),
     "state: a marker of unknown counts": state_with(marker={"lines": 6}),
+    "state: no seals": lambda at: state_with(
+        marker=json.loads((at / STATE).read_text())["marker"] | {"seals": {}})(at),
     "state: seals of nothing": lambda at: state_with(
         marker=json.loads((at / STATE).read_text())["marker"] | {"seals": 7})(at),
     "state: a seal of a file out of the folder": lambda at: state_with(
@@ -371,21 +373,6 @@ def test_what_is_damaged_before_any_actor_starts_gives_one_sentence_and_exit_cod
     assert (copied / "config.yaml").read_text() == "kept: true\n", "the run directory was opened"
 
 
-def test_a_checkpoint_of_a_version_without_seals_is_resumed_and_the_next_one_has_them(copied: Path) -> None:
-    for at in list_checkpoints(copied):
-        marker = json.loads((at / STATE).read_text())["marker"]
-        state_with(marker={name: count for name, count in marker.items() if name != "seals"})(at)
-    part = last_part(list_checkpoints(copied)[-1], "rollouts")
-    scribbled(part)
-    prepared = resumed(copied)
-    assert prepared.saved is not None and prepared.saved.step == 4
-    scribbled(part)
-    run(copied, *SETTINGS, "steps=6", "checkpoint.resume=auto")
-    found = read_checkpoint(list_checkpoints(copied)[-1]).marker
-    assert {"journal.jsonl", "metrics.jsonl", *found.part_names()} <= found.seals.keys()
-    assert {f"rollout_tokens/{path.name}" for path in (copied / "rollout_tokens").iterdir()} <= found.seals.keys()
-
-
 def test_each_part_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[str] = []
 
@@ -394,7 +381,7 @@ def test_each_part_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         hashed.extend(path.name for path in names)
         return seal(folder, names)
 
-    monkeypatch.setattr(record_seals, "seal", watched)
+    monkeypatch.setattr(record_marker, "seal", watched)
     run(tmp_path / "run", *SETTINGS, "steps=4")
     run(tmp_path / "run", *SETTINGS, "steps=8", "checkpoint.resume=auto")
     spans = [name for name in hashed if name.startswith("part-")]

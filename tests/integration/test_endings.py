@@ -142,7 +142,7 @@ def test_a_second_process_is_refused_and_a_dead_ones_lock_is_free(tmp_path: Path
         assert owner.stdout is not None and owner.stdout.readline() == "held\n"
         with pytest.raises(ConfigError) as refused:
             run(tmp_path, *FAKE, "steps=1")
-        assert f"run_dir={tmp_path} is being written by process {owner.pid} on " in str(refused.value)
+        assert f"{tmp_path} is being written by process {owner.pid} on " in str(refused.value)
         assert "give another run_dir" in str(refused.value)
         assert [path.name for path in tmp_path.iterdir()] == [".lock"], "the refused run wrote nothing"
         os.kill(owner.pid, signal.SIGSTOP)  # a frozen owner is no dead one

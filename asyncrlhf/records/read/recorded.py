@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from asyncrlhf.records.read.history import DROPPED, FAILED, TRAINED, Findings
+from asyncrlhf.records.read.replay import DROPPED, FAILED, TRAINED, Findings
 from asyncrlhf.records.write.recorder import ROLLOUTS_FOLDER
 
 _ENDS = {"trained": TRAINED, "dropped": DROPPED, "failed": FAILED}

@@ -3,7 +3,6 @@ files."""
 
 from __future__ import annotations
 
-import os
 import platform
 import threading
 import time
@@ -15,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-import pyarrow.parquet as pq
+
+from asyncrlhf.records.write.whole_files import write_table
 
 SPANS_FOLDER = "spans"
 LANE_LIMIT = 2048  # spans that wait for a message; further ones are counted as lost
@@ -227,6 +227,4 @@ def write_spans(target: Path, rows: Sequence[SpanRow]) -> None:
     columns |= {name: [getattr(row.span, name) for row in rows] for name in Span._fields}
     columns["clock_error"] = [row.clock_error for row in rows]
     target.parent.mkdir(exist_ok=True)
-    temporary = target.with_suffix(".tmp")
-    pq.write_table(pa.table(columns, schema=SPAN_SCHEMA), temporary, compression="zstd")
-    os.replace(temporary, target)
+    write_table(target, columns, SPAN_SCHEMA)

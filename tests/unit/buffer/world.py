@@ -14,8 +14,7 @@ from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
 from asyncrlhf.buffer.checks import validate_flow
 from asyncrlhf.buffer.ledger import Ledger
 from asyncrlhf.buffer.replay import ReplayBuffer
-from asyncrlhf.records.read.history import Findings
-from asyncrlhf.records.read.replay import Replay
+from asyncrlhf.records.read.replay import Findings, Replay
 from asyncrlhf.records.write.journal import Journal
 from asyncrlhf.types import Payload, Prompt, RolloutGroup, RolloutInfo
 

@@ -18,8 +18,8 @@ from asyncrlhf.report.html import build_report, render
 from asyncrlhf.report.load import config_differences, group_runs, load_run, load_runs
 from asyncrlhf.report.page import lag_buckets, lag_values, page_axes
 from asyncrlhf.report.panels import shown_panels, staleness_bound
-from asyncrlhf.report.reach import reached
 from asyncrlhf.report.series import group_all, look
+from asyncrlhf.report.sweep import reached
 from asyncrlhf.report.table import build_tables
 from asyncrlhf.sweeps.results import read_results
 from tests.numeric import assert_close
