@@ -109,15 +109,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Results:
-    """``left_out``: jobs without a result, with their state. ``what``: the name of the quality. ``pair``: the name of
-    two timed jobs of one seed."""
+    """``left_out``: jobs without a result, with their state. ``what``: the name of the quality."""
 
     name: str
     cells: tuple[Cell, ...]
     left_out: dict[str, str]
     what: str
     search: str = ""  # the sentence about a search's best trial
-    pair: str = "alternated pair"
 
     @property
     def runs(self) -> list[Path]:
@@ -136,11 +134,6 @@ def read_results(folder: Path) -> Results:
     if left and not is_owned(folder):
         for row in left:
             row["state"] = after_a_kill(folder / row["folder"])
-    return results_of(folder, document)
-
-
-def results_of(folder: Path, document: dict[str, Any]) -> Results:
-    """The results of jobs in ``folder``, from a document such as ``sweep.json`` holds."""
     rows = [row for row in document["jobs"] if row["state"] == "done"]
     left_out = {row["name"]: row["state"] for row in document["jobs"] if row["state"] != "done"}
     several = any("algorithm" in row["choices"] for row in rows)

@@ -16,6 +16,7 @@ RESULTS_FILE = "results.json"
 ESTIMATES = ("quality", "staleness", "seconds", "kept", "speedup")
 LISTED = 8  # configurations in a sentence; the table has all
 CLEAR = 2.0  # standard errors beyond which a loss is called one
+PAIR = "alternated pair"  # two timed jobs of one seed
 
 
 def sentences(results: Results) -> list[str]:
@@ -33,11 +34,11 @@ def sentences(results: Results) -> list[str]:
     if quality and not results.search:
         said.append(_ranking(quality, results.what))
     timed = [cell for cell in results.cells if cell.speedup is not None]
-    said += [_speed(cell, results.pair) for cell in timed if cell not in told]
+    said += [_speed(cell) for cell in timed if cell not in told]
     alone = [cell for cell in results.cells if cell.exclusive]
     if not timed:
         said.append(
-            _fastest(alone, results.pair)
+            _fastest(alone)
             if len(alone) > 1
             else "No speed is reported: no two jobs ran on Ray and alone on the machine (sweep.timing=exclusive)."
         )
@@ -81,7 +82,7 @@ def _headline(joined: Sequence[tuple[Cell, Cell]], quality: Sequence[Cell], resu
     seeds = min(cell.kept.count for cell, _ in joined if cell.kept is not None)
     return (
         f"{'; '.join(parts)} (quality: {counted(seeds, 'seed')}; speed: async at that bound, "
-        f"{counted(pairs, results.pair)}, each alone on the machine)."
+        f"{counted(pairs, PAIR)}, each alone on the machine)."
     )
 
 
@@ -113,12 +114,12 @@ def _kept(quality: Sequence[Cell], what: str, setting: str) -> str:
     )
 
 
-def _speed(cell: Cell, pair: str) -> str:
+def _speed(cell: Cell) -> str:
     assert cell.speedup is not None
     of_method = "" if cell.method == ONLY_METHOD else f" ({cell.method})"
     return (
         f"{cell.setting}{of_method} trains the same steps at {cell.speedup.text(digits=2)} times the speed of "
-        f"sync ({counted(cell.speedup.count, pair)}, each alone on the machine)."
+        f"sync ({counted(cell.speedup.count, PAIR)}, each alone on the machine)."
     )
 
 
@@ -140,7 +141,7 @@ def _ranking(cells: Sequence[Cell], what: str) -> str:
     return f"{what.capitalize()}, the best first: {', '.join(listed)}{more}. The best is {_name(best, cells)}; {clear}."
 
 
-def _fastest(cells: Sequence[Cell], pair: str) -> str:
+def _fastest(cells: Sequence[Cell]) -> str:
     """The training time of configurations that ran alone, without one in sync mode to compare with."""
     best, second, *_ = ordered = sorted(cells, key=lambda cell: cell.seconds.mean)
     listed = [f"{_name(cell, cells)} {cell.seconds.text(digits=1)} s" for cell in ordered[:LISTED]]
@@ -148,7 +149,7 @@ def _fastest(cells: Sequence[Cell], pair: str) -> str:
     pairs = paired(best, second, lambda point: point.train_seconds)
     share = Estimate.of([own / other for other, own in pairs]) if pairs else None
     needs = f"needs {share.text(100, 0, '%')} of the time of" if share else "has no seed in common with"
-    ran = f" ({counted(share.count, pair)}, each alone on the machine)" if share else ""
+    ran = f" ({counted(share.count, PAIR)}, each alone on the machine)" if share else ""
     return (
         f"Training time, the fastest first: {', '.join(listed)}{more}. {_name(best, cells)} {needs} "
         f"{_name(second, cells)}{ran}. Speed relative to sync is not reported: no job with async.mode=sync ran alone."
