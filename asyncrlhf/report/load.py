@@ -16,10 +16,11 @@ import yaml
 
 from asyncrlhf.config.run_config import heldout_word
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.records.write.recorder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_metrics
+from asyncrlhf.records.write.recorder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, flatten, read_metrics
+from asyncrlhf.sweeps.plan import WITHOUT_EFFECT
 
 # Settings that may differ between two runs of one configuration: their folders and displays.
-_NOT_CONFIGURATION = ("seed", "run_dir", "name", "logging", "checkpoint", "sweep")
+_NOT_CONFIGURATION = ("seed", *WITHOUT_EFFECT)
 # Commands whose folders have no curves, by their files.
 _WITHOUT_CURVES = {"preferences.jsonl": "preference data", "evaluation.json": "an evaluation"}
 # Metrics that identify the stage, for runs without a summary.
@@ -200,15 +201,6 @@ def config_differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
     keys = sorted({key for run in runs for key in run.configuration})
     table = {key: [run.configuration.get(key) for run in runs] for key in keys}
     return {key: values for key, values in table.items() if any(value != values[0] for value in values)}
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings under dotted names; lists stay values."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        flat.update(flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value})
-    return flat
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:

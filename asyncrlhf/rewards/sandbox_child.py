@@ -12,7 +12,6 @@ import resource
 import shutil
 import signal
 import sys
-import threading
 import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -44,9 +43,7 @@ def main(descriptor: int, key: str, target: str, folder: str, limits: SandboxCon
         try:
             confine(limits)
             guard(descriptor, folder)
-            # A function that hangs would outlive a parent that was killed.
-            threading.Thread(target=_end_with, args=(os.getppid(), folder), daemon=True, name="watch").start()
-            end_a_second_after_the_parent()
+            end_with_the_parent()
             function = load_function(key, target)
         except ConfigError as error:
             tell(error=str(error))
@@ -130,14 +127,11 @@ def _end_with(parent: int, folder: str) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def end_a_second_after_the_parent() -> None:
-    """If a function holds Python's global lock (an endless regular expression), no thread can notice the
-    parent's end. So the kernel sends this process SIGHUP, whose number is 1, and the handler is the C
-    library's ``alarm``: called with that number it has SIGALRM end the process one second later, without Python."""
+def end_with_the_parent() -> None:
+    """Have the kernel kill this process when its parent ends: a function that hangs would outlive it, and if it holds
+    Python's global lock (an endless regular expression), no thread here could notice. The guard then ends the rest."""
     if sys.platform == "linux":
-        library = ctypes.CDLL(None)
-        library.signal(signal.SIGHUP, ctypes.cast(library.alarm, ctypes.c_void_p))
-        library.prctl(PR_SET_PDEATHSIG, signal.SIGHUP)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

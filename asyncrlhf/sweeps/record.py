@@ -131,8 +131,7 @@ def _source() -> str:
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """The differences as a part of a sentence; empty if there are none."""
     found = []
-    code = ("git", "version", "source")
-    if any(before[key] != now[key] for key in code):
+    if before["source"] != now["source"]:
         found.append(f"another state of the code ({_code(before)}, now {_code(now)})")
     found += [
         f"another content of {name}" for name, digest in before["data"].items() if now["data"].get(name) != digest

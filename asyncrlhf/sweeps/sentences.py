@@ -184,37 +184,16 @@ def figures(cell: Cell) -> dict[str, Any]:
 
 def write_results(results: Results, folder: Path) -> None:
     """``results.json``: the sentences and all their numbers, with the run directories behind them."""
-    joined = [
-        {
-            "method": quality.method,
-            "bound": quality.bound,
-            **{f"kept{end}": value for end, value in _plain(quality.kept)},
-            **{f"speedup{end}": value for end, value in _plain(speed.speedup)},
-            "quality_runs": _runs(quality, folder),
-            "speed_runs": _runs(speed, folder),
-        }
-        for method in results.methods
-        for quality, speed in join(results, method)
-    ]
-    cells = [{**figures(cell), "runs": _runs(cell, folder)} for cell in results.cells]
+    runs = [[str(point.path.relative_to(folder)) for point in cell.points] for cell in results.cells]
+    cells = [{**figures(cell), "runs": own} for cell, own in zip(results.cells, runs, strict=True)]
     document = {
         "name": results.name,
         "quality": results.what,
         "sentences": sentences(results),
-        "quality_and_speed": joined,
         "configurations": [{key: _finite(value) for key, value in row.items()} for row in cells],
         "left_out": results.left_out,
     }
     write_atomically(folder / RESULTS_FILE, json.dumps(document, indent=1, allow_nan=False) + "\n")
-
-
-def _plain(estimate: Estimate | None) -> list[tuple[str, float | None]]:
-    assert estimate is not None
-    return [("", estimate.mean), ("_error", _finite(estimate.error))]
-
-
-def _runs(cell: Cell, folder: Path) -> list[str]:
-    return [str(point.path.relative_to(folder)) for point in cell.points]
 
 
 def _finite(value: Any) -> Any:

@@ -296,23 +296,6 @@ def test_under_ray_hanging_nonsense_and_killed_workers_are_all_counted(
     assert (done.trained.reward == done.trained.response.str.len()).all()
 
 
-@pytest.mark.thorough
-@pytest.mark.usefixtures("ray_local")
-def test_under_ray_an_endpoint_that_dies_ends_the_run_with_the_cause(tmp_path: Path) -> None:
-    with serving() as server:
-
-        def answer(asked: dict[str, Any]) -> Any:
-            if len(server.asked) == 12:
-                server.die()
-            return rewards_by_length(asked)
-
-        server.answer = answer
-        with pytest.raises(RewardError, match=r"reward\.on_failure=stop\): The endpoint .* did not answer"):
-            ray_run.run(tmp_path, *FAKE, *HTTP, f"reward.http.url={server.url}", "steps=50", "reward.on_failure=stop")
-    summary = summary_of(tmp_path)
-    assert summary["ledger"]["adds_up"] and "did not answer" in summary["exit_reason"]
-
-
 def test_a_run_says_once_that_batches_fail_counts_them_and_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -338,9 +338,6 @@ def test_conversations_where_the_end_token_is_padding(data: Path) -> None:
 TALK = [{"role": "user", "content": "1+1="}]
 BAD = [
     ("sft", "sft.path=", [], ["sft.path is empty"]),
-    ("sft", "sft.path={}", [{"question": "1+1="}], ["has the columns question", "prompt and completion"]),
-    ("sft", "sft.path={}", [{"text": "1"}, {"text": ""}], ["row 2 has no text in the column 'text'"]),
-    ("sft", "sft.path={}", [{"text": "1"}], ["holds 1 prompt", "sft.heldout_fraction=0.1"]),
     ("sft", "sft.path={}", [{"messages": TALK}] * 2, ["tokenizer of model.path=tiny has no chat template"]),
     ("sft", "sft.path={} sft.assistant_only_loss=true", [{"text": "1"}] * 2, ["assistant_only_loss=true is for mess"]),
     ("sft", "sft.path={} sft.max_steps=0", [{"text": "1"}], ["sft.max_steps=0 is out of range", "-1"]),
@@ -358,12 +355,6 @@ BAD = [
         "sft.path={} sft.max_length=4",
         [{"prompt": f"{i}1+11=", "completion": "2"} for i in range(9)],
         ["no row that leaves anything to train on within sft.max_length=4"],
-    ),
-    (
-        "reward-model",
-        "reward_model.path={}",
-        [{"chosen": "1"}],
-        ["has the columns chosen; needed: prompt and chosen"],
     ),
     (
         "reward-model",
@@ -400,10 +391,3 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
     assert [word for word in words if word not in sentence] == [], said.err
     assert sentence.startswith("asyncrlhf: ") and said.out == "" and "Traceback" not in said.err
     assert not list(tmp_path.glob("runs/*/*"))
-
-
-def test_report_draws_what_the_trainers_logged(tuned: Path, judge: Path) -> None:
-    for run, titles in ((tuned, ("Loss", "Token accuracy")), (judge, ("Loss", "Accuracy", "Margin", "Scores"))):
-        assert main(["report", str(run), "--out", str(run.parent / f"report-{run.name}")]) == 0
-        page = (run.parent / f"report-{run.name}" / "index.html").read_text()
-        assert [title for title in titles if f"<b>{title}</b>" not in page] == []

@@ -65,9 +65,8 @@ class Sinks:
     ) -> None:
         self._seconds = seconds
         self._one = threading.Lock()
-        self._said: list[tuple[str, str]] = []  # (sink, sentence); its end is appended to by several threads
-        self._shown = 0
-        self.tell: Callable[[str], None] | None = None  # for the user, from any thread; without it ``news`` keeps all
+        self._said: list[tuple[str, str]] = []  # (sink, sentence), by several threads
+        self._tell: Callable[[str], None] | None = None
         self._totals = _totals_before(Path(run_dir)) if start_step else dict.fromkeys(TOTALS, 0.0)
 
         def facts(name: str) -> RunFacts:
@@ -75,11 +74,18 @@ class Sinks:
 
         self._followers = [_Follower(name, logging, facts(name)) for name in logging.active_sinks]
 
+    def tell(self, show: Callable[[str], None]) -> None:
+        """Show the user each message by ``show``, those so far at once; it is called from the sinks' threads."""
+        with self._one:
+            for _, sentence in self._said:
+                show(sentence)
+            self._tell = show
+
     def _say(self, name: str, sentence: str) -> None:
-        self._said.append((name, sentence))
-        if self.tell is not None:
-            for new in self.news():
-                self.tell(new)
+        with self._one:
+            self._said.append((name, sentence))
+            if self._tell is not None:
+                self._tell(sentence)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Pass one line to every sink."""
@@ -92,13 +98,6 @@ class Sinks:
             row |= self._totals
         for follower in self._followers:
             follower.put(row)
-
-    def news(self) -> list[str]:
-        """The sinks' messages since the last call."""
-        with self._one:
-            new = self._said[self._shown :]
-            self._shown += len(new)
-        return [sentence for _, sentence in new]
 
     def finish(self, summary: Mapping[str, Any]) -> dict[str, list[str]]:
         """End every sink; returns their messages during the run, by name. A second call does nothing."""

@@ -213,6 +213,11 @@ def test_wrong_folders_are_one_sentence(tmp_path: Path) -> None:
             build_report([path])
     with pytest.raises(ConfigError, match="no run"):
         build_report([])
+    for file, words in (("preferences.jsonl", "preference data"), ("evaluation.json", "an evaluation")):
+        (tmp_path / file.partition(".")[0]).mkdir()
+        (tmp_path / file.partition(".")[0] / file).write_text("{}")
+        with pytest.raises(ConfigError, match=rf"holds {words} and no curves; give a run of train, sft or reward-mod"):
+            build_report([tmp_path / file.partition(".")[0]])
 
 
 def test_folders_are_searched_and_what_cannot_be_read_is_listed(tmp_path: Path) -> None:
@@ -321,15 +326,6 @@ def test_runs_of_several_stages_stand_side_by_side_each_with_its_curves(tmp_path
     page = build_report([sft, model, train], tmp_path / "out").read_text()
     for words in ("sft: Curves of sft", "Token accuracy", "Margin", "train: Quality", "3 configurations compared"):
         assert words in page, words
-
-
-def test_folders_without_curves_are_one_sentence(tmp_path: Path) -> None:
-    for file, words in (("preferences.jsonl", "preference data"), ("evaluation.json", "an evaluation")):
-        folder = tmp_path / file
-        folder.mkdir()
-        (folder / file).write_text("{}")
-        with pytest.raises(ConfigError, match=rf"holds {words} and no curves; give a run of train, sft or reward-mod"):
-            build_report([folder])
 
 
 BROKEN = {

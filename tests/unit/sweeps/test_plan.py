@@ -138,7 +138,7 @@ def test_a_sweep_takes_up_what_was_done_and_names_what_changed(tmp_path: Path) -
 CODE = ("reward", "helper", "deep", "sink", "sink_helper")
 
 
-@pytest.mark.parametrize("changed", ["mixture", "nested", *CODE, "source", "version", "commit"])
+@pytest.mark.parametrize("changed", ["mixture", "nested", *CODE, "source"])
 def test_each_change_of_code_or_data_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -176,17 +176,11 @@ def test_each_change_of_code_or_data_is_named(tmp_path: Path, monkeypatch: pytes
             file.write("\n")
         setting = "logging.sinks" if "sink" in changed else "reward.target"
         words = f"another content of .*{f'{setting}={tmp_path / files[changed]}' if changed in CODE else 'mixture'}"
-    else:
-        words = "another state of the code"
-        if changed == "version":
-            monkeypatch.setattr(record_module, "__version__", "0.0.0")
-        elif changed == "commit":
-            monkeypatch.setattr(record_module, "git_state", lambda folder: {"commit": "f" * 40, "dirty": False})
-        else:  # one uncommitted change more
-            package = tmp_path / "package"
-            package.mkdir()
-            (package / "code.py").write_text("1")
-            monkeypatch.setattr(record_module, "conf_folder", lambda: package)
+    else:  # one uncommitted change more
+        words, package = "another state of the code", tmp_path / "package"
+        package.mkdir()
+        (package / "code.py").write_text("1")
+        monkeypatch.setattr(record_module, "conf_folder", lambda: package)
     with pytest.raises(ConfigError, match=f"{words}.*--accept-changed"):
         SweepRecord(before.folder, plan_sweep(overrides)).join(accept_changed=False)
 
