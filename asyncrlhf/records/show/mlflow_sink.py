@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrlhf.records.show.metric_names import titled
-from asyncrlhf.records.show.sink import RunFacts
+from asyncrlhf.records.show.sinks import RunFacts
 from asyncrlhf.records.write.recorder import flatten
 
 _ID_FILE = "mlflow-run-id.txt"
@@ -36,7 +36,7 @@ class MlflowSink:
             found = client.get_experiment_by_name(name)
             experiment = found.experiment_id if found is not None else client.create_experiment(name)
             label = f"{run.run_dir.parent.name}/{run.run_dir.name}"
-            group = (run.config.get("logging") or {}).get("wandb_group", "")
+            group = run.logging.wandb_group
             tags = {"stage": run.stage, **({"group": group} if group else {})}
             self._id = client.create_run(experiment, run_name=label, tags=tags).info.run_id
             id_file.write_text(self._id + "\n")

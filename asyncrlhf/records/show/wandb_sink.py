@@ -12,9 +12,8 @@ from typing import Any
 import psutil
 import pyarrow.parquet as pq
 
-from asyncrlhf.config.environment_config import LoggingConfig
 from asyncrlhf.records.show.metric_names import titled
-from asyncrlhf.records.show.sink import RunFacts
+from asyncrlhf.records.show.sinks import RunFacts
 from asyncrlhf.records.write.checkpoint import LEARNER_FOLDER, list_checkpoints
 from asyncrlhf.records.write.recorder import ROLLOUTS_FOLDER
 from asyncrlhf.redaction import redact
@@ -34,8 +33,7 @@ class WandbSink:
     ``total/tokens`` and ``time/wall_time`` are logged too and may be chosen as axes.
     """
 
-    def __init__(self, logging: LoggingConfig) -> None:
-        self._logging = logging
+    def __init__(self) -> None:
         self._run: Any = None
         self._wandb: Any = None
         self._defined: set[str] = {"step"}
@@ -47,6 +45,7 @@ class WandbSink:
         import wandb  # a second of imports that a run without W&B need not pay
 
         self._wandb, self._table, self._error, self._facts = wandb, wandb.Table, wandb.Error, run
+        self._logging = run.logging
         mode = self._logging.wandb
         wandb.setup(wandb.Settings(**{**_QUIET, "mode": mode}))
         if mode == "online" and not wandb.login(prompt=False, verify=False):

@@ -14,8 +14,7 @@ from asyncrlhf.config.environment_config import LoggingConfig
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.show.metric_names import titled
 from asyncrlhf.records.show.mlflow_sink import _allowed
-from asyncrlhf.records.show.sink import RunFacts
-from asyncrlhf.records.show.sinks import Sinks, check_sinks
+from asyncrlhf.records.show.sinks import RunFacts, Sinks, check_sinks
 from tests.loop import FAKE, run
 
 MINE = f"{__name__}:Mine"
