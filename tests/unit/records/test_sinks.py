@@ -34,17 +34,22 @@ class Mine:
 
     def start(self, run: RunFacts) -> None:
         self.facts = run
+        self.raise_in("start")
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         self.rows.append(metrics)
         assert threading.current_thread() is self.thread is not threading.main_thread()
-        if self.facts.config.get("trouble") == "raises":
-            raise KeyError("mine")
+        self.raise_in("log")
         if self.facts.config.get("trouble") == "hangs":
             HANGING.wait(30)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         self.ends.append(summary)
+        self.raise_in("finish")
+
+    def raise_in(self, method: str) -> None:
+        if self.facts.config.get("trouble") == method:
+            raise KeyError("mine")
 
 
 @pytest.fixture
@@ -68,16 +73,24 @@ def test_a_users_sink_gets_every_line_and_the_ends(tmp_path: Path, mine: list[Mi
     assert not (tmp_path / "run" / "wandb").exists()
 
 
-def test_a_sink_that_raises_is_ended_and_told_of_once_and_the_run_goes_on(tmp_path: Path, mine: list[Mine]) -> None:
-    sinks, told = Sinks(tmp_path, {"trouble": "raises"}, LoggingConfig(sinks=[MINE])), Queue[str]()
+@pytest.mark.parametrize(("trouble", "rows"), [("start", 0), ("log", 1), ("finish", 5)])
+def test_a_sink_that_raises_is_ended_and_told_of_once_and_the_run_goes_on(
+    tmp_path: Path, mine: list[Mine], trouble: str, rows: int
+) -> None:
+    sinks, told = Sinks(tmp_path, {"trouble": trouble}, LoggingConfig(sinks=[MINE])), Queue[str]()
     sinks.tell(told.put)
     sinks.log({"step": 0})
-    assert "stopped recording (KeyError: 'mine')" in told.get(timeout=30), "no further step, and no end, came first"
+    if trouble != "finish":
+        assert "stopped recording" in told.get(timeout=30), "no further step, and no end, came first"
     for step in range(1, 5):
         sinks.log({"step": step})
-    said = sinks.finish({"exit_reason": "done"})
-    assert len(mine[0].rows) == 1 and mine[0].ends == [{"exit_reason": "done"}]
-    assert len(said[MINE]) == 1 and told.empty()
+    (sentence,) = sinks.finish({"exit_reason": "done"})[MINE]
+    assert len(mine[0].rows) == rows and mine[0].ends == [{"exit_reason": "done"}]
+    assert sentence == (
+        f"The sink {MINE} stopped recording (KeyError: 'mine'); the run continues without it, and metrics.jsonl has "
+        "everything."
+    )
+    assert told.qsize() == (trouble == "finish")
 
 
 def test_a_sink_that_hangs_holds_nobody_up(tmp_path: Path, mine: list[Mine]) -> None:

@@ -143,36 +143,6 @@ def test_online_without_a_login_is_recorded_offline(
     assert captured.out == captured.err == "" and wandb_processes() == []
 
 
-@pytest.mark.parametrize("broken", ["init", "log", "finish"])
-def test_trouble_with_wandb_never_reaches_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    import wandb
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise ConnectionError("no route to host")
-
-    class Run:
-        settings = wandb.Settings()
-        summary: dict[str, Any] = {}  # noqa: RUF012
-
-        def define_metric(self, *_: Any, **__: Any) -> None: ...
-
-        log = fail if broken == "log" else define_metric
-        finish = fail if broken == "finish" else define_metric
-
-    monkeypatch.setattr(wandb, "setup", lambda *_: None)
-    monkeypatch.setattr(wandb, "teardown", lambda: None)
-    monkeypatch.setattr(wandb, "init", fail if broken == "init" else lambda **_: Run())
-    sinks = Sinks(tmp_path, {}, LoggingConfig())
-    for step in range(3):
-        sinks.log({"step": step})
-    assert sinks.finish({}) == {
-        "wandb": [
-            "The sink wandb stopped recording (ConnectionError: no route to host); the run continues without it, and "
-            "metrics.jsonl has everything."
-        ]
-    }
-
-
 STRIKE = """
 import json, signal, sys, time
 import psutil

@@ -131,17 +131,9 @@ def test_what_a_function_started_ends_where_its_process_alone_is_killed(tmp_path
     made.close()
 
 
-@pytest.mark.parametrize(
-    ("target", "cause"),
-    [
-        ("tests.reward_functions:nobody", "has no 'nobody'"),
-        ("tests.no_such_file:f", "cannot be imported: ModuleNotFoundError"),
-    ],
-)
-def test_a_target_that_cannot_be_loaded_is_one_sentence(target: str, cause: str) -> None:
-    with pytest.raises(ConfigError, match=cause) as caught:
-        SandboxSource(target, "reward.target", 1.0)
-    assert f"reward.target={target}" in str(caught.value) and "\n" not in str(caught.value)
+def test_a_target_that_cannot_be_loaded_is_one_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"^reward\.target=tests\.reward_functions:nobody: .* has no 'nobody'\.$"):
+        SandboxSource("tests.reward_functions:nobody", "reward.target", 1.0)
 
 
 def test_an_import_that_never_ends_or_ends_the_process_is_one_sentence(
