@@ -358,21 +358,19 @@ def test_what_is_damaged_before_any_actor_starts_gives_one_sentence_and_exit_cod
     assert (copied / "config.yaml").read_text() == "kept: true\n", "the run directory was opened"
 
 
-def test_each_part_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed: list[str] = []
+def test_each_part_is_hashed_once(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, hashed = read_checkpoint(list_checkpoints(copied)[-1]).marker.seals, list[str]()
 
     def watched(folder: Path, files: Iterable[Path]) -> Seals:
         names = list(files)
-        hashed.extend(path.name for path in names)
+        hashed.extend(path.relative_to(folder).as_posix() for path in names)
         return seal(folder, names)
 
     monkeypatch.setattr(record_marker, "seal", watched)
-    run(tmp_path / "run", *SETTINGS, "steps=4")
-    run(tmp_path / "run", *SETTINGS, "steps=8", "checkpoint.resume=auto")
-    spans = [name for name in hashed if name.startswith("part-")]
-    tokens = [name for name in hashed if name.startswith("steps-")]
-    assert len(tokens) == len(set(tokens)) == 4
-    assert max(spans.count(name) for name in spans) <= 2, "one of rollouts/ and one of spans/"
+    run(copied, *SETTINGS, "steps=8", "checkpoint.resume=auto")
+    assert len(hashed) == len(set(hashed)) and not before.keys() & set(hashed)
+    for folder in ("rollouts", "spans", "rollout_tokens"):
+        assert sum(name.startswith(f"{folder}/") for name in hashed) >= 2, folder
 
 
 def test_a_broken_config_of_the_run_before_decides_nothing(copied: Path) -> None:

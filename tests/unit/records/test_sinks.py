@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -15,7 +15,7 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.show.metric_names import titled
 from asyncrlhf.records.show.mlflow_sink import _allowed
 from asyncrlhf.records.show.sinks import RunFacts, Sinks, check_sinks
-from tests.loop import FAKE, run
+from tests.loop import FAKE, Finished, run
 
 MINE = f"{__name__}:Mine"
 HANGING = threading.Event()
@@ -130,43 +130,50 @@ def test_a_sink_that_cannot_be_is_answered_in_a_sentence(
     assert str(refused.value).startswith(sentence)
 
 
-def test_tensorboard_reads_every_metric_back(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A run of two steps and a third after a resume, with TensorBoard's files and MLflow's store on the disk."""
     pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    pytest.importorskip("mlflow.tracking", reason="the extra mlflow is not installed")
+    folder = tmp_path_factory.mktemp("sinks")
+    own = (*FAKE, "logging.sinks=[tensorboard,mlflow]", "checkpoint.every=2", "logging.wandb_group=study")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", f"file:{folder / 'store'}")
+        patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database would need more packages
+        run(folder / "run", *own, "steps=2")
+        done = run(folder / "run", *own, "steps=3", "checkpoint.resume=auto")
+    assert "sinks" not in done.summary, "a sink had something to say"
+    return done
+
+
+def assert_read_back(done: Finished, shown: Callable[[str], dict[int, float]]) -> None:
+    """Each value of the run's metrics, by step, under the metric's title."""
+    for name in {name for line in done.metrics for name in line} - {"step"}:
+        expected = {line["step"]: line[name] for line in done.metrics if line.get(name) is not None}
+        if expected:
+            found = shown(titled(name))
+            assert {step: found[step] for step in expected} == pytest.approx(expected, rel=1e-5), name
+
+
+def test_tensorboard_reads_every_metric_back(recorded: Finished) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    own = (*FAKE, "logging.sinks=[tensorboard]", "checkpoint.every=2")
-    run(tmp_path / "run", *own, "steps=2")
-    found = run(tmp_path / "run", *own, "steps=3", "checkpoint.resume=auto")
-    events = EventAccumulator(str(found.folder / "tensorboard")).Reload()
-    tags = set(events.Tags()["scalars"])
-    for name in {name for line in found.metrics for name in line} - {"step"}:
-        expected = {line["step"]: line[name] for line in found.metrics if line.get(name) is not None}
-        if expected:
-            shown = {event.step: event.value for event in events.Scalars(titled(name))}
-            assert {step: shown[step] for step in expected} == pytest.approx(expected, rel=1e-5), name
-    assert {"heldout/heldout_accuracy", "total/samples"} <= tags
+    events = EventAccumulator(str(recorded.folder / "tensorboard")).Reload()
+    assert_read_back(recorded, lambda title: {event.step: event.value for event in events.Scalars(title)})
+    assert {"heldout/heldout_accuracy", "total/samples"} <= set(events.Tags()["scalars"])
     assert sorted(e.step for e in events.Scalars("heldout/heldout_accuracy")) == [0, 2, 3]
 
 
-def test_mlflow_reads_every_metric_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the real package and a store on the disk, over a resume."""
-    pytest.importorskip("mlflow.tracking", reason="the extra mlflow is not installed")
+def test_mlflow_reads_every_metric_back(recorded: Finished) -> None:
     from mlflow.tracking import MlflowClient
 
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'store'}")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database would need more packages
-    own = (*FAKE, "logging.sinks=[mlflow]", "checkpoint.every=2", "logging.wandb_group=study")
-    run(tmp_path / "run", *own, "steps=2")
-    found = run(tmp_path / "run", *own, "steps=3", "checkpoint.resume=auto")
-    assert "sinks" not in found.summary, "the sink had something to say"
-    client = MlflowClient()
-    (made,) = client.search_runs([client.get_experiment_by_name("arithmetic").experiment_id])
-    assert made.info.status == "FINISHED" and made.data.params["generator.engine"] == "fake"
-    assert made.data.tags["group"] == "study" and made.data.tags["stage"] == "train"
-    for name in {name for line in found.metrics for name in line} - {"step"}:
-        expected = {line["step"]: line[name] for line in found.metrics if line.get(name) is not None}
-        key = titled(name).replace("+", "_")
-        shown = {point.step: point.value for point in client.get_metric_history(made.info.run_id, key)}
-        assert {step: shown[step] for step in expected} == pytest.approx(expected), name
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        client = MlflowClient(f"file:{recorded.folder.parent / 'store'}")
+        (made,) = client.search_runs([client.get_experiment_by_name("arithmetic").experiment_id])
+        assert made.info.status == "FINISHED" and made.data.params["generator.engine"] == "fake"
+        assert made.data.tags["group"] == "study" and made.data.tags["stage"] == "train"
+        history = client.get_metric_history
+        assert_read_back(recorded, lambda title: {p.step: p.value for p in history(made.info.run_id, _allowed(title))})
     assert len(made.data.params) > 100, "more than a call of MLflow's takes"
     assert _allowed("lag_9+/kl") == "lag_9_/kl"
