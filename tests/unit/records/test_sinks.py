@@ -105,8 +105,8 @@ def test_a_sink_that_hangs_holds_nobody_up(tmp_path: Path, mine: list[Mine]) -> 
 def test_what_a_sink_says_stands_in_the_summary(
     tmp_path: Path, mine: list[Mine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Mine, "start", lambda self, run: run.say("The disk is full."))
-    monkeypatch.setattr(Mine, "log", lambda self, metrics: None)
+    say = {"start": "The disk is full."}
+    monkeypatch.setattr(Mine, "raise_in", lambda self, method: method in say and self.facts.say(say[method]))
     found = run(tmp_path / "run", *FAKE, f"logging.sinks=['{MINE}']", "steps=1")
     assert found.summary["sinks"] == {MINE: ["The disk is full."]}
     assert '"The disk is full."' in (found.folder / "summary.json").read_text()
