@@ -31,7 +31,7 @@ def load_blank(config: ModelConfig, dtype: torch.dtype) -> tuple[transformers.Pr
     model.tie_weights()  # again: a parameter on ``meta`` is replaced by a new object each time it is set
     files = WeightFiles(folder)
     persistent = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
-    read = files.names - tied_names(model) - set(more_heads(files.names, shape))
+    read = files.names - tied_names(model).keys() - set(more_heads(files.names, shape))
     if persistent or {name for name, _ in model.named_parameters()} != read:
         return None
     forget_heads(model.config)

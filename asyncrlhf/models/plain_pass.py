@@ -70,7 +70,7 @@ def plain_logits(
         for text in texts:
             ids = torch.from_numpy(text).to(model.device)
             try:
-                whole, *parts = (uncached(model, x).logits[0] for x in ((ids, ids[:-1]) if causal else (ids,)))
+                whole, *parts = (own_pass(model, x[None]).logits[0] for x in ((ids, ids[:-1]) if causal else (ids,)))
             except MISCALLED as error:
                 raise ConfigError(
                     f"model.path: transformers' own forward pass of {type(model).__name__} fails on a plain text: "
@@ -90,12 +90,15 @@ def plain_logits(
     return found
 
 
-def uncached(model: Any, text: torch.Tensor, **more: Any) -> Any:
-    """The output of ``model``, or of its trunk, for one text [L] by its own forward pass."""
+def own_pass(model: Any, ids: torch.Tensor, *, last: int = 0, use_cache: bool = False, **given: Any) -> Any:
+    """The output of ``model``, or of its trunk, for tokens [n, l] without padding by its own forward pass. ``last``:
+    only the logits of so many tokens at the end are needed; others may be there."""
     known = inspect.signature(model.forward).parameters
-    takes_more = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
-    options = {"use_cache": False} if takes_more or "use_cache" in known else {}
-    return model(input_ids=text[None], **options, **more)
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values()) or "use_cache" in known:
+        given["use_cache"] = use_cache
+    if last and "logits_to_keep" in known:
+        given["logits_to_keep"] = last
+    return model(input_ids=ids, **given)
 
 
 def takes(model: Any, name: str) -> bool:

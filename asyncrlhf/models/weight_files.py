@@ -51,10 +51,11 @@ class WeightFiles:
             raise ConfigError(f"model.path={self.folder}: {name} cannot be read: {error}.") from error
 
 
-def tied_names(model: nn.Module) -> set[str]:
-    """The other names of parameters that have several; a file may hold them or not."""
-    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return every - {name for name, _ in model.named_parameters()}
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Names of tied parameters beyond the first, which a file may hold or not, and that first name."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = ((name, first[id(p)]) for name, p in model.named_parameters(remove_duplicate=False))
+    return {name: original for name, original in names if name != original}
 
 
 def check_weights(folder: str, key: str) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrlhf.learner.attention.ring_plan import Rectangles, RingPlan
+from asyncrlhf.learner.attention.tiles import Scoring
 from asyncrlhf.learner.attention.varlen import (
     attention_op,
     attention_op_backward,
@@ -59,8 +60,9 @@ def _pass_on(tensor: torch.Tensor, tokens: int, peers: Peers) -> _Arriving:
 class _Kernel(ABC):
     """Attention of one block: the queries of a rank and the keys of another. Tensors are [heads, T, D]."""
 
-    def __init__(self, plan: RingPlan, scale: float, window: int | None = None, softcap: float | None = None) -> None:
-        self.plan, self.scale, self.window, self.softcap = plan, scale, window, softcap
+    def __init__(self, plan: RingPlan, scoring: Scoring) -> None:
+        """The sinks of ``scoring`` are no part of a block."""
+        self.plan, self.scale, self.window, self.softcap = plan, scoring.scale, scoring.window, scoring.softcap
 
     def type(self, value: torch.Tensor) -> torch.dtype:
         """The dtype of queries, keys and values."""
@@ -252,16 +254,15 @@ class _Written(_Kernel):
         return dk, dv
 
 
-def _kernel(
-    plan: RingPlan, query: torch.Tensor, value: torch.Tensor, scale: float, window: int | None, softcap: float | None
-) -> _Kernel:
-    window = None if window is None or window > plan.longest else window
-    alike = window is None and softcap is None and query.shape[-1] == value.shape[-1]
+def _kernel(plan: RingPlan, query: torch.Tensor, value: torch.Tensor, scoring: Scoring) -> _Kernel:
+    if scoring.window is not None and scoring.window > plan.longest:
+        scoring = scoring._replace(window=None)
+    alike = scoring.window is None and scoring.softcap is None and query.shape[-1] == value.shape[-1]
     if alike and query.device.type == "cpu":
-        return _FlashCalls(plan, scale)
+        return _FlashCalls(plan, scoring)
     if alike and varlen_takes(query, value):
-        return _Varlen(plan, scale)
-    return _Written(plan, scale, window, softcap)
+        return _Varlen(plan, scoring)
+    return _Written(plan, scoring)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -322,22 +323,13 @@ class _RingAttention(torch.autograd.Function):
 
 @torch._disable_dynamo  # torch.compiler.disable would import the compiler here, a second of each process
 def ring_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    plan: RingPlan,
-    peers: Peers,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: RingPlan, peers: Peers, scoring: Scoring
 ) -> torch.Tensor:
     """Causal attention inside each sequence of a batch of which this rank has the tokens ``plan.rows``.
 
-    query [1, heads, T, D], key and value [1, kv_heads, T, D] -> [1, T, heads, D]; ``window``, ``softcap`` and ``sinks``
-    [heads] as in ``tiles.tiled_attention``: each rank's gradient of the sinks is that of its own queries. All ranks of
-    ``peers`` call it together, and its backward pass, too.
+    query [1, heads, T, D], key and value [1, kv_heads, T, D] -> [1, T, heads, D]. Each rank's gradient of the sinks is
+    that of its own queries. All ranks of ``peers`` call it together, and its backward pass, too.
     """
     with torch.autocast(query.device.type, enabled=False):  # a softmax that is written out needs float32 scores
-        kernel = _kernel(plan, query, value, scale, window, softcap)
-        return _RingAttention.apply(query, key, value, sinks, kernel, peers)
+        kernel = _kernel(plan, query, value, scoring)
+        return _RingAttention.apply(query, key, value, scoring.sinks, kernel, peers)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +11,7 @@ import torch
 from asyncrlhf.data.packing import microbatch_indices
 from asyncrlhf.learner.model.forward import TokenFacts
 from asyncrlhf.learner.model.inputs import PackedInputs
+from asyncrlhf.learner.model.model_pass import autocast
 from asyncrlhf.learner.step.plan import Microbatch, ResponseTokens, StepPlan, cut_answers
 from asyncrlhf.types import FloatArray
 
@@ -40,11 +39,11 @@ class ForwardPasses:
 
     def facts(self, policy: Any, microbatch: Microbatch | None) -> TokenFacts:
         """The facts of the microbatch's response tokens; of a dummy for None."""
-        with self._autocast():
+        with autocast(self._device, self._dtype):
             return policy(self._dummy if microbatch is None else microbatch.inputs, self._temperature)
 
     def values(self, critic: Any, microbatch: Microbatch | None) -> torch.Tensor:
-        with self._autocast():
+        with autocast(self._device, self._dtype):
             return critic(self._dummy if microbatch is None else microbatch.inputs)
 
     @torch.no_grad()
@@ -97,11 +96,8 @@ class ForwardPasses:
         long = np.array([place for place, text in enumerate(texts) if len(text) > 1], np.int64)
         for run in microbatch_indices(np.array([len(texts[place]) for place in long], np.int64), token_budget):
             inputs, lengths = PackedInputs.of_texts([texts[place] for place in long[run]], self._device)
-            with self._autocast():
+            with autocast(self._device, self._dtype):
                 flat = policy(inputs, 1.0).logprobs.float().cpu().numpy()
             for place, own in zip(long[run], np.split(flat, np.cumsum(lengths)[:-1]), strict=True):
                 found[place] = own
         return found
-
-    def _autocast(self) -> AbstractContextManager:
-        return contextlib.nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype)
