@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.attention.tiles import Scoring, tiled_attention
-from asyncrlhf.learner.attention.varlen import flash_calls, masked_calls
-from asyncrlhf.learner.attention.varlen_kernel import varlen_kernel, varlen_takes
+from asyncrlhf.learner.attention.varlen import flash_calls, masked_calls, varlen_kernel, varlen_takes
 from asyncrlhf.types import IntArray
 
 IMPLEMENTATION = "asyncrlhf_packed"

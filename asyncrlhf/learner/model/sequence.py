@@ -11,8 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from asyncrlhf.learner.attention.attention import Layout, PackedLayout
-from asyncrlhf.learner.attention.ring import ring_attention
-from asyncrlhf.learner.attention.ring_plan import RingPlan, plan_ring
+from asyncrlhf.learner.attention.ring import RingPlan, plan_ring, ring_attention
 from asyncrlhf.learner.attention.tiles import Scoring
 from asyncrlhf.learner.model.inputs import PackedInputs
 from asyncrlhf.learner.ranks.distributed import Peers

@@ -15,8 +15,7 @@ from torch.nn.attention import varlen
 from asyncrlhf.data.packing import microbatch_indices
 from asyncrlhf.learner.attention import varlen as learner_varlen
 from asyncrlhf.learner.attention.attention import PackedLayout, packed_attention
-from asyncrlhf.learner.attention.varlen import attention_op, masked_calls
-from asyncrlhf.learner.attention.varlen_kernel import varlen_kernel, varlen_takes
+from asyncrlhf.learner.attention.varlen import attention_op, masked_calls, varlen_kernel, varlen_takes
 from tests.numeric import assert_close
 
 Layouts = tuple[np.ndarray, np.ndarray, np.ndarray]  # lengths, prompts, owners

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrlhf.transport.collective import members
 from asyncrlhf.transport.collective.control_line import Line
-from asyncrlhf.transport.collective.members import Members
+from asyncrlhf.transport.collective.sender import Members
 from asyncrlhf.transport.protocol import LostReceiversError
 
 
