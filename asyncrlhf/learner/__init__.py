@@ -4,7 +4,7 @@ to a loss), ``model`` (the policy's passes), ``attention``, ``updates`` (from gr
 """
 
 DOORS = (
-    "asleep", "attention.attention", "attention.tiles", "model.inputs", "model.model_pass", "model.output_layer",
+    "asleep", "attention.attention", "attention.tiles", "model.forward", "model.inputs", "model.model_pass",
     "ranks.distributed", "ranks.spans", "settings.algorithm", "settings.learner_config", "settings.model_fits",
     "state.checkpoint", "step.companions", "step.plan", "step.token_facts", "step.user_loss", "torch_backend",
     "updates.optimizers",

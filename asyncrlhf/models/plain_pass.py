@@ -35,26 +35,21 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> 
     return float(apart.mean() if dtype.itemsize < 4 else apart.max())
 
 
-def probe_lengths(model: transformers.PreTrainedModel) -> tuple[int, ...]:
-    """Lengths of texts that show how a model treats neighbours; the longest one exceeds every window if a pass
-    over it is affordable."""
+def probe_texts(model: transformers.PreTrainedModel, seed: int = 0) -> list[IntArray]:
+    """Three random texts that show how a model treats neighbours, from the shortest on; the longest one exceeds every
+    window if a pass over it is affordable."""
     longest = longest_span(model.config) + 5
     context = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or longest)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if longest > context or longest * parameters > AFFORDABLE:
         longest = 0
-    return 5, 9, max(longest, 12)
-
-
-def probe_texts(model: transformers.PreTrainedModel, seed: int = 0) -> list[IntArray]:
-    """One random text for each of :func:`probe_lengths`."""
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     rows = [int(embedding.num_embeddings), *([] if head is None else [int(head.weight.shape[0])])]
     most = min(sampled_ids(model) or rows[0], *rows)
     draws = np.random.default_rng(seed)
     # Not the first ids: some families give positions no meaning where a padding token stands.
-    return [draws.integers(min(4, most - 1), most, n, dtype=np.int64) for n in probe_lengths(model)]
+    return [draws.integers(min(4, most - 1), most, n, dtype=np.int64) for n in (5, 9, max(longest, 12))]
 
 
 @torch.no_grad()

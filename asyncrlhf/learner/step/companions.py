@@ -16,10 +16,9 @@ from torch import nn
 
 from asyncrlhf.data.packing import microbatch_indices, pack
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.learner.model.forward import PackedPolicy
+from asyncrlhf.learner.model.forward import PackedPolicy, use_float32_head
 from asyncrlhf.learner.model.inputs import PackedInputs
 from asyncrlhf.learner.model.model_pass import autocast, last_hidden, trunk_of
-from asyncrlhf.learner.model.output_layer import use_float32_head
 from asyncrlhf.learner.settings.learner_config import LearnerConfig
 from asyncrlhf.learner.step.passes import AUTOCAST
 from asyncrlhf.learner.step.wall import choose_policy

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,20 +18,11 @@ from asyncrlhf.types import FloatArray
 AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Policies(Protocol):
-    """An ``Updater``, as far as passes use it."""
-
-    policy: Any
-    critic: Any
-
-    def looks(self, module: Any, microbatches: Sequence[Microbatch]) -> Iterable[Microbatch | None]: ...
-
-
 class ForwardPasses:
-    """``precision``: a ``learner.mixed_precision``. Policies come from ``Updater`` or are modules with the same
-    interface."""
+    """``updater``: an ``Updater``, which imports this room. ``precision``: a ``learner.mixed_precision``. Policies come
+    from ``updater`` or are modules with the same interface."""
 
-    def __init__(self, updater: Policies, temperature: float, precision: str, device: torch.device) -> None:
+    def __init__(self, updater: Any, temperature: float, precision: str, device: torch.device) -> None:
         self._updater, self._temperature, self._device = updater, temperature, device
         self._dtype = AUTOCAST.get(precision)
         self.dtype = self._dtype or torch.float32  # of the passes
@@ -56,30 +47,26 @@ class ForwardPasses:
 
     def all_logprobs(self, plan: StepPlan, policy: Any) -> torch.Tensor:
         """A frozen policy's log-probs of the rank's response tokens: [M]."""
-        return self._all(
-            policy, plan.microbatches, len(plan.tokens.loss_mask), lambda part: self.facts(policy, part).logprobs
-        )
+        count = len(plan.tokens.loss_mask)
+        return self._all(policy, plan.microbatches, count, lambda part: self.facts(policy, part).logprobs)
 
     def all_values(self, plan: StepPlan) -> torch.Tensor:
         """The critic's values of the rank's response tokens: [M]."""
-        return self._all(self._updater.critic, plan.microbatches, len(plan.tokens.loss_mask), self._own_values)
+        return self._critics(plan.microbatches, len(plan.tokens.loss_mask))
 
     def final_values(self, plan: StepPlan, token_budget: int) -> torch.Tensor:
         """The present critic's value of the state after each truncated answer, 0 after a complete one: [N]."""
         microbatches, sequences = cut_answers(plan, token_budget, self._device)
-        found = self._all(self._updater.critic, microbatches, len(sequences), self._own_values)
+        found = self._critics(microbatches, len(sequences))
         return torch.zeros(len(plan.tokens.rewards), device=self._device).index_put((sequences,), found)
 
-    def _own_values(self, microbatch: Microbatch | None) -> torch.Tensor:
-        return self.values(self._updater.critic, microbatch)
+    def _critics(self, microbatches: Sequence[Microbatch], count: int) -> torch.Tensor:
+        critic = self._updater.critic
+        return self._all(critic, microbatches, count, lambda part: self.values(critic, part))
 
     @torch.no_grad()
     def _all(
-        self,
-        module: Any,
-        microbatches: Sequence[Microbatch],
-        count: int,
-        said: Callable[[Microbatch | None], torch.Tensor],
+        self, module: Any, microbatches: Sequence[Microbatch], count: int, said: Callable[[Any], torch.Tensor]
     ) -> torch.Tensor:
         """The values of all microbatches, each in its place: [count]."""
         result = torch.zeros(count, device=self._device)
