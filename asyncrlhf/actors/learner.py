@@ -83,7 +83,7 @@ class LearnerWorker:
 
     def __init__(self, spec: LearnerSpec, rank: int = 0, ranks: int = 1, address: str = "") -> None:
         from asyncrlhf.learner.asleep import RankSleep
-        from asyncrlhf.learner.ranks.distributed import init_process_group
+        from asyncrlhf.learner.ranks import init_process_group
         from asyncrlhf.learner.torch_backend import TorchBackend
         from asyncrlhf.transport.shard_snapshot import ShardSnapshot
 

@@ -19,7 +19,7 @@ from asyncrlhf.learner.model.forward import use_float32_head
 from asyncrlhf.learner.model.model_pass import checkpoint_layers
 from asyncrlhf.learner.model.sequence import ContextParallel
 from asyncrlhf.learner.model.ulysses import Ulysses
-from asyncrlhf.learner.ranks.distributed import all_gather, all_sum, barrier, deal_out, gathered, peers_along
+from asyncrlhf.learner.ranks import all_gather, all_sum, barrier, deal_out, gathered, peers_along
 from asyncrlhf.learner.settings.learner_config import BackendSpec, StepResult
 from asyncrlhf.learner.state import checkpoint
 from asyncrlhf.learner.state.state_writer import StateWriter

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.model.pipeline import one_forward_one_backward
-from asyncrlhf.learner.ranks.distributed import Peers
+from asyncrlhf.learner.ranks import Peers
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
 from asyncrlhf.learner.settings.learner_config import LearnerConfig
 from tests.numeric import assert_close

@@ -30,7 +30,7 @@ from asyncrlhf.learner.attention.varlen import (
     kernel_type,
     varlen_takes,
 )
-from asyncrlhf.learner.ranks.distributed import Peers
+from asyncrlhf.learner.ranks import Peers
 from asyncrlhf.types import IntArray
 
 Stretch = tuple[int, int, int]  # first packed token, the one after the last, and the offset to the index on the rank

@@ -23,8 +23,7 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.model.forward import PackedPolicy, TokenFacts
 from asyncrlhf.learner.model.inputs import PackedInputs
 from asyncrlhf.learner.model.model_pass import autocast
-from asyncrlhf.learner.ranks.distributed import Peers, Shards, whole
-from asyncrlhf.learner.ranks.spans import Part
+from asyncrlhf.learner.ranks import Part, Peers, Shards, whole
 from asyncrlhf.learner.settings.model_fits import check_layers
 
 Bounds = tuple[int, int]  # the first layer of a stage, and the one after its last

@@ -14,7 +14,7 @@ from asyncrlhf.learner.attention.attention import Layout, PackedLayout
 from asyncrlhf.learner.attention.ring import RingPlan, plan_ring, ring_attention
 from asyncrlhf.learner.attention.tiles import Scoring
 from asyncrlhf.learner.model.inputs import PackedInputs
-from asyncrlhf.learner.ranks.distributed import Peers
+from asyncrlhf.learner.ranks import Peers
 
 
 class _Sum(torch.autograd.Function):

@@ -18,7 +18,7 @@ from asyncrlhf.learner.attention.attention import Layout, PackedLayout
 from asyncrlhf.learner.attention.tiles import Scoring
 from asyncrlhf.learner.model.inputs import PackedInputs
 from asyncrlhf.learner.model.sequence import SequenceParallel, part_of
-from asyncrlhf.learner.ranks.distributed import Peers
+from asyncrlhf.learner.ranks import Peers
 from asyncrlhf.learner.settings.model_fits import check_heads_of_sequence, heads_of
 
 

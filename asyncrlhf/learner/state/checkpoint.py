@@ -15,7 +15,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from asyncrlhf.errors import CheckpointError
-from asyncrlhf.learner.ranks.distributed import Shards, on_host
+from asyncrlhf.learner.ranks import Shards, on_host
 from asyncrlhf.learner.state.state_file import read_state
 from asyncrlhf.learner.state.state_writer import StateWriter
 from asyncrlhf.models.adapter import merged_state

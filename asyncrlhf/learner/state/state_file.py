@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 
 from asyncrlhf.errors import CheckpointError
-from asyncrlhf.learner.ranks.spans import Spans, local_spans, overlaps
+from asyncrlhf.learner.ranks import Spans, local_spans, overlaps
 
 Plain = Any  # JSON values: lists and scalars are themselves; an object's only key names the type that it represents
 TENSOR, DICT, TUPLE = "tensor", "dict", "tuple"

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.packing import select
-from asyncrlhf.learner.ranks.distributed import init_process_group
+from asyncrlhf.learner.ranks import init_process_group
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
 from asyncrlhf.learner.settings.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend

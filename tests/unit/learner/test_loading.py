@@ -17,7 +17,7 @@ from transformers import GraniteConfig
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner.model.forward import PackedPolicy
-from asyncrlhf.learner.ranks.distributed import barrier
+from asyncrlhf.learner.ranks import barrier
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
 from asyncrlhf.learner.settings.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.state.state_file import read_parts

@@ -18,7 +18,7 @@ from asyncrlhf.learner.attention.attention import PackedLayout
 from asyncrlhf.learner.attention.ring import RingPlan, plan_ring
 from asyncrlhf.learner.attention.tiles import Scoring
 from asyncrlhf.learner.attention.varlen import varlen_takes
-from asyncrlhf.learner.ranks.distributed import Peers
+from asyncrlhf.learner.ranks import Peers
 from tests.numeric import assert_close
 from tests.unit.learner.test_varlen import (
     SHAPES,
