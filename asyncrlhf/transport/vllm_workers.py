@@ -45,7 +45,8 @@ class WeightReceiving:
     @staticmethod
     def _join(receiver: WeightReceiver, joined: Future[None], group: tuple[Any, ...]) -> None:
         try:
-            joined.set_result(receiver.connect(*group))
+            receiver.connect(*group)
+            joined.set_result(None)
         except BaseException as error:
             joined.set_exception(error)
 

@@ -86,8 +86,7 @@ class MicrobatchLosses:
         target = tokens.ref_logprobs if config.kl_target == "ref" else tokens.behavior_logprobs
         assert target is not None
         how: Options = {"estimator": config.loss_estimator, "importance_weighted": config.kl_importance_weighted}
-        where = (tokens.loss_mask, tokens.sequence_ids)
-        return kl_loss(tokens.policy_logprobs, target, anchor, *where, **how, **ratio)
+        return kl_loss(tokens.policy_logprobs, target, anchor, tokens.loss_mask, tokens.sequence_ids, **how, **ratio)
 
 
 def critic_loss(
