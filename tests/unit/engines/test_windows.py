@@ -248,7 +248,7 @@ def prefill_sizes(engine: HFEngine, requests: list[GenerationRequest]) -> list[i
 
 def cache_bytes(engine: HFEngine) -> list[int]:
     assert isinstance(engine._passes, SlotPasses)
-    return [group.nbytes for group in engine._passes._cache.groups]
+    return [group.nbytes for group in engine._passes.groups]
 
 
 def test_layers_with_a_window_keep_only_their_window() -> None:
