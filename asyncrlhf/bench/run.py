@@ -22,6 +22,7 @@ BENCHMARKS = {
     "replicas": "experiments.18_slow_replica.bench",
     "soak": "asyncrlhf.bench.soak",
     "straggler": "experiments.15_stragglers.bench",
+    "templates": "experiments.08_templates.bench",
     "trl": "experiments.13_against_trl.bench",
     "weights": "experiments.14_weight_publish.bench",
 }

@@ -41,7 +41,7 @@ USAGE = """asyncrlhf: asynchronous off-policy RLHF
   asyncrlhf simulate --from RUN    predict a run changed by the overrides, on the virtual clock
   asyncrlhf profile [overrides]    measure the costs of this machine and model; --from RUN: from a run's records
   asyncrlhf bench NAME             checkpoint, control_plane, fusion, generation, overlap, pacing, replicas, soak,
-                                   straggler, trl, weights
+                                   straggler, templates, trl, weights
   asyncrlhf doctor [overrides]     check whether this machine can run `train` with these overrides
 
 Exit codes: 0 done, 1 a run failed, 2 wrong config or input, 130 interrupted."""

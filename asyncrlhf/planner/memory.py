@@ -15,8 +15,6 @@ LEARNER: Mapping[str, Mapping[str, tuple[float, float]]] = {
     "float32": {"0": (16, 0), "1": (8, 12), "2": (4, 16), "3": (0, 20), "fsdp2": (0, 16)},
     "bfloat16": {"0": (16, 0), "1": (6, 12), "2": (2, 16), "3": (0, 18), "fsdp2": (0, 16)},
 }
-# The table of the ZeRO paper (1910.02054), for plans of other systems.
-TEXTBOOK: Mapping[str, tuple[float, float]] = {"0": (16, 0), "1": (4, 12), "2": (2, 14), "3": (0, 16)}
 
 
 @dataclass(frozen=True)

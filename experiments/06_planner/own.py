@@ -34,8 +34,8 @@ from asyncrlhf.planner.tables import Fitted
 from asyncrlhf.records.read.cut_short import flights
 from asyncrlhf.records.write.recorder import read_metrics
 from asyncrlhf.simulator.cost_world import Conditions
-from asyncrlhf.simulator.given import changed, config_of_run, settings_of_run
-from asyncrlhf.simulator.simulate import figures, settled, simulate
+from asyncrlhf.simulator.given import changed, settings_of_run
+from asyncrlhf.simulator.simulate import config_of_run, figures, settled, simulate
 
 RUNS = {
     "default": ("steps=200",),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,8 @@ from asyncrlhf.planner.ranking import Subject, estimate
 from asyncrlhf.planner.shapes import ModelShape, Workload, catalogue, nodes_for
 from asyncrlhf.planner.tables import Fitted
 from asyncrlhf.simulator.given import changed
-from asyncrlhf.simulator.plan import SimulatedRuns, Task, simulated_run
+from asyncrlhf.simulator.plan import SimulatedRuns, Task, simulated_run, this_machine
 from asyncrlhf.simulator.plan_files import experiment
-from asyncrlhf.simulator.plan_space import clusters_of
 from tests.browser import CHROMIUM, Browser
 from tests.unit.report.test_page import TOO_WIDE, WIDTHS
 
@@ -189,9 +187,7 @@ def test_the_closed_forms_agree_with_the_controller(tmp_path: Path, bound: int, 
     costs = Fitted((0.01, 0.001, 0.0), (training, 0.0), snapshot=0.1, transfer=0.3, load=0.2)
     work = Workload(8.0, 40.0, 0.8, 400)
     layout = Layout("auto", slots=16, batch_size=16, max_staleness=bound)
-    subject = Subject(
-        ModelShape(1, 8, 8, 8, 1, 1, 8), work, 4, clusters_of(Namespace(gpus=None, cores=2)), layout, costs
-    )
+    subject = Subject(ModelShape(1, 8, 8, 8, 1, 1, 8), work, 4, (this_machine(2),), layout, costs)
     words = ["num_generations=4", "generator.max_completion_length=400", "task.max_prompt_length=32"]
     task = Task(compose_config(words, None), subject, Space([], [], [], {}), gpus=False)
     found = simulated_run(task, layout, 0, tmp_path / "run")

@@ -27,8 +27,8 @@ from asyncrlhf.planner.tables import Fitted
 from asyncrlhf.records.read.cut_short import cut_lengths
 from asyncrlhf.records.write.recorder import read_metrics
 from asyncrlhf.simulator.cost_world import Conditions
-from asyncrlhf.simulator.given import config_of_run, workload_of
-from asyncrlhf.simulator.simulate import OVERRIDES, figures, in_cohorts, simulate
+from asyncrlhf.simulator.given import workload_of
+from asyncrlhf.simulator.simulate import OVERRIDES, config_of_run, figures, in_cohorts, simulate
 from tests import loop
 
 CV = math.sqrt(math.exp(0.25) - 1)  # log-normal lengths whose logarithm has a standard deviation of 0.5
