@@ -20,7 +20,7 @@ BENCHMARKS = {
     "overlap": "asyncrlhf.bench.overlap",
     "pacing": "experiments.23_pacing.bench",
     "replicas": "experiments.18_slow_replica.bench",
-    "soak": "asyncrlhf.bench.soak",
+    "soak": "experiments.29_soak.bench",
     "straggler": "experiments.15_stragglers.bench",
     "templates": "experiments.08_templates.bench",
     "trl": "experiments.13_against_trl.bench",

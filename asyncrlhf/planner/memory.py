@@ -74,12 +74,3 @@ def generator_bytes(
     shards, width = tensor_parallel * pipeline, 2 if dtype == "bfloat16" else 4
     cache = context_tokens * shape.kv_bytes * width / 2
     return Bytes({"weights": width * shape.parameters / shards, "key-value cache": cache / shards})
-
-
-def slots_that_fit(
-    shape: ModelShape, memory: float, context: float, tensor_parallel: int = 1, pipeline: int = 1
-) -> int:
-    """Number of sequences of ``context`` tokens that fit a replica on devices of ``memory`` bytes."""
-    shards = tensor_parallel * pipeline
-    room = USABLE * memory * shards - 2.0 * shape.parameters
-    return max(0, int(room // (context * shape.kv_bytes)))

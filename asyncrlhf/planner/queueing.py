@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 
@@ -42,15 +41,3 @@ def steady(
         natural = in_flight * longest / batch + ratio
         return Steady(step, 1 - ratio, 0.0, (min(natural, bound), min(natural, bound)))
     return Steady(step, 0.0, 1 - 1 / ratio, (max(0.0, bound - 0.5), float(bound)))
-
-
-def least_bound(batch: int, in_flight: float, ratio: float, longest: float = 1.0, tail: float = 0.0) -> int:
-    """The smallest max_staleness that drops no rollouts if the generators are the slower side (``ratio`` <= 1).
-    ``tail``: 95th percentile of staleness in flight minus its mean."""
-    return math.ceil(in_flight * longest / batch + min(ratio, 1.0) + tail)
-
-
-def balanced(devices: int, generator_rate: float, learner_rate: float) -> tuple[int, int]:
-    """(generator devices, learner devices) for equal rollouts/s of both sides; the rates are per device."""
-    generators = min(max(round(devices * learner_rate / (learner_rate + generator_rate)), 1), devices - 1)
-    return generators, devices - generators

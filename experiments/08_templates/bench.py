@@ -21,8 +21,8 @@ from rich.table import Table
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.planner.costs import Coefficients, CostModel, forward_flops
-from asyncrlhf.planner.memory import USABLE, Bytes, generator_bytes, learner_bytes, slots_that_fit
-from asyncrlhf.planner.shapes import EXPECT, Cluster, ModelShape, Workload, catalogue, cluster_of
+from asyncrlhf.planner.memory import USABLE, Bytes, generator_bytes, learner_bytes
+from asyncrlhf.planner.shapes import Cluster, ModelShape, Workload, catalogue, cluster_of
 from asyncrlhf.records.write.recorder import METRICS_FILE, read_metrics
 from asyncrlhf.simulator.cost_world import Conditions
 from asyncrlhf.simulator.simulate import OVERRIDES, figures, simulate
@@ -38,6 +38,9 @@ MOST_SLOTS = 256  # sequences of one replica
 SIMULATED = 256  # rollouts of a simulated batch
 HANDLES = 16  # simulated replicas, each of which stands for a cohort of equal ones
 FIGURES = ("step_seconds", "rollouts_per_device_hour", "idle", "staleness", "dropped", "learner_gb", "generator_gb")
+
+
+EXPECT = "from data-sheet peaks, not measured here: expect errors of 30%"
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,12 @@ TEMPLATES = (
         for lag in (1, 2, 4, 8)
     ),
 )
+
+
+def slots_that_fit(shape: ModelShape, memory: float, context: float, tensor: int) -> int:
+    """Number of sequences of ``context`` tokens that fit a replica on devices of ``memory`` bytes."""
+    room = USABLE * memory * tensor - 2.0 * shape.parameters
+    return max(0, int(room // (context * shape.kv_bytes)))
 
 
 @dataclass(frozen=True)

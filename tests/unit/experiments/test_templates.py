@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.planner.memory import generator_bytes
 from asyncrlhf.planner.shapes import Workload, cluster_of
 
 bench = importlib.import_module("experiments.08_templates.bench")
@@ -46,6 +47,12 @@ def test_parts_that_take_turns_leave_the_cache_what_the_learner_does_not_hold() 
     assert 1 < scene.slots(split) < scene.slots(replace(split, turns=False))
     own = scene.learner(split).parts["weights and optimizer"] + 2 * scene.shape.parameters
     assert own + scene.slots(split) * scene.context * scene.shape.kv_bytes <= 0.92 * 48e9
+
+
+def test_as_many_slots_as_fit() -> None:
+    fits = bench.slots_that_fit(MODELS["llama-3-8b"], 80e9, 2048, 1)
+    held = [generator_bytes(MODELS["llama-3-8b"], n * 2048).refusal(80e9, "A replica") for n in (fits, fits + 1)]
+    assert held[0] is None and held[1] is not None
 
 
 def test_a_model_that_no_device_holds_is_refused() -> None:

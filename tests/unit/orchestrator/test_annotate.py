@@ -358,7 +358,7 @@ def test_what_nobody_wants_any_more_is_not_computed() -> None:
         await asyncio.sleep(0.5)  # these two are in hand
         world.finish(2, 3, 4, 5)
         world.give("reward", 3, error="the reward failed")
-        world.assembly.abandon([1], "stale")
+        world.assembly.cancel([1], "stale")
 
     world = play(story, *REFERENCE)
     assert world.only("reference").calls == [[0, 1], [2]]
@@ -400,7 +400,7 @@ def test_a_reward_waits_for_what_fusion_says_but_not_for_what_failed_or_was_drop
         await finish(1, 2)
         world.assembly.failed(3, 0, "not sampled", None)
         await finish()
-        world.assembly.abandon([1], "stale")
+        world.assembly.cancel([1], "stale")
         await finish()
         assert rewards.queued == []
         serving.cancel()
@@ -515,7 +515,7 @@ def test_what_has_its_logprobs_is_forgotten_though_its_reward_is_still_to_come()
         world.give("reference", 0, arrays=Payload("by another worker", 0))
         assert world.assembly.generated(world.info(1))
         world.score(1)  # its log-probs are still to come
-        world.assembly.abandon([1], "stale")
+        world.assembly.cancel([1], "stale")
         world.arrive(2, start=8)
         await asyncio.sleep(0.1)
         assert sorted(world.only("reference").released) == [0, 4]
