@@ -48,7 +48,7 @@ COMPOSED_ONLY = {
     r"^asyncrlhf bench templates": "minutes for each count; tests/unit/experiments/test_templates.py runs it small",
     r"reward\.model\.path=\./my-reward": "a reward model of the reader's own",
     r"cluster=(flatten|interleave)": "devices",
-    r"^asyncrlhf bench overlap": "half an hour of alternated rounds; tests/unit/bench runs it short",
+    r"^asyncrlhf bench overlap": "half an hour of alternated rounds; of the same sides",
 }
 TINY = "batch_size=16 task.heldout_size=4"
 SMALL = f"{TINY} logging.wandb=disabled"

@@ -17,7 +17,7 @@ BENCHMARKS = {
     "control_plane": "experiments.22_control_plane.bench",
     "fusion": "experiments.19_fusion.bench",
     "generation": "experiments.17_generation.bench",
-    "overlap": "asyncrlhf.bench.overlap",
+    "overlap": "experiments.12_overlap.bench",
     "pacing": "experiments.23_pacing.bench",
     "replicas": "experiments.18_slow_replica.bench",
     "soak": "experiments.29_soak.bench",

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from asyncrlhf.bench.overlap import LOAD, QUIET
+from asyncrlhf.bench.measure import LOAD, QUIET
 from asyncrlhf.engines.generator_config import replica_kinds
 from asyncrlhf.planner.shapes import Workload
 from asyncrlhf.planner.tables import Fitted
