@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: medians with their spread, tables, files, and the load of a run whose groups have spread."""
+"""Shared by all benchmarks: medians with their spread, tables, files, and a load whose groups have spread."""
 
 from __future__ import annotations
 

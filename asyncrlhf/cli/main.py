@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
@@ -12,10 +11,11 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
 from asyncrlhf import __version__
-from asyncrlhf.errors import AsyncRLHFError, ConfigError, full_disk
+from asyncrlhf.cli.parser import Parser
+from asyncrlhf.errors import AsyncRLHFError, full_disk
 from asyncrlhf.garbage import rare_collections
 from asyncrlhf.redaction import redact
 from asyncrlhf.validation import did_you_mean, typed_path
@@ -48,12 +48,7 @@ Exit codes: 0 done, 1 a run failed, 2 wrong config or input, 130 interrupted."""
 
 
 def _report(arguments: Sequence[str]) -> int:
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            """Print one sentence about the error instead of a usage text."""
-            raise ConfigError(f"report: {message}; write asyncrlhf report RUN [RUN ...] [--out FOLDER].")
-
-    parser = Parser(prog="asyncrlhf report")
+    parser = Parser("report", "Draws the curves of one run or several.")
     parser.add_argument("runs", nargs="+", type=typed_path, help="run directories")
     parser.add_argument("--out", type=typed_path, default=None, help="folder of the report (several runs: ./report)")
     options = parser.parse_args(list(arguments))

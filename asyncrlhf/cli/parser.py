@@ -1,18 +1,21 @@
-"""The options of `profile`, `plan` and `simulate`: one sentence for an error, in place of a usage text."""
+"""The options of `profile`, `plan`, `simulate` and `report`: one sentence for an error, in place of a usage text."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.planner.shapes import Workload
+
+if TYPE_CHECKING:
+    from asyncrlhf.planner.shapes import Workload
 
 USAGE = {
     "profile": "asyncrlhf profile [--from RUN] [--seconds S] [--out FILE] [overrides]",
     "plan": "asyncrlhf plan (--from RUN | --profile FILE | --gpus N --device NAME) [--out FOLDER/NAME] [overrides]",
     "simulate": "asyncrlhf simulate (--from RUN | --profile FILE) [--out FOLDER] [overrides]",
+    "report": "asyncrlhf report RUN [RUN ...] [--out FOLDER]",
 }
 
 
@@ -40,4 +43,6 @@ class Parser(argparse.ArgumentParser):
 
 def law_of(options: argparse.Namespace, prompt: float = 0.0) -> Workload | None:
     """The response lengths that the options describe, without an upper limit; None if they describe none."""
+    from asyncrlhf.planner.shapes import Workload  # scipy, which `asyncrlhf report --help` need not import
+
     return None if options.mean_length is None else Workload(prompt, options.mean_length, options.cv, sys.maxsize)

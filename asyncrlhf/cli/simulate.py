@@ -26,16 +26,16 @@ def simulate(arguments: Sequence[str]) -> int:
     parser.add_argument("--profile", type=typed_path, help="costs and lengths of `asyncrlhf profile`")
     parser.add_argument("--out", type=typed_path, help="folder of the simulated run's records")
     parser.add_lengths()
-    parser.add_argument("--failures", type=float, default=0.0, help="deaths per replica and hour")
     parser.add_argument("--cohort", type=int, default=1, help="equal replicas that each simulated one represents")
     options, overrides = parser.parse_known_args(list(arguments))
     if (options.run is None) == (options.profile is None):
         parser.error("give one of --from and --profile")
-    parser.check_least(options, mean_length=1, cv=0, failures=0, cohort=1)
+    parser.check_least(options, mean_length=1, cv=0, cohort=1)
     from asyncrlhf.simulator.simulate import simulate_given  # seconds that a wrong word need not cost
 
-    more = {"failures": options.failures, "cohort": options.cohort, "out": options.out}
-    summary, measured = simulate_given(options.run, options.profile, overrides, law=law_of(options), **more)
+    summary, measured = simulate_given(
+        options.run, options.profile, overrides, law=law_of(options), cohort=options.cohort, out=options.out
+    )
     _show(summary, measured)
     return 0
 

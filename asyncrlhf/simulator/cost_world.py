@@ -94,7 +94,6 @@ class Conditions:
 
     Args:
         slow: factor on the seconds of single replicas, by name.
-        failures: deaths of a replica per hour; it is back after ``restart_seconds``.
         hiccups: stops of the learner per hour, of ``hiccup_seconds`` each.
         interference: factors on the seconds of (learner, generators) while the other side works too.
         cohort: number of equal replicas that each simulated one represents.
@@ -104,8 +103,6 @@ class Conditions:
     """
 
     slow: dict[str, float] = field(default_factory=dict)
-    failures: float = 0.0
-    restart_seconds: float = 30.0
     hiccups: float = 0.0
     hiccup_seconds: float = 0.2
     interference: tuple[float, float] = (1.0, 1.0)

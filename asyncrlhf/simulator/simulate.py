@@ -185,13 +185,12 @@ def simulate_given(
     overrides: Sequence[str],
     *,
     law: Workload | None = None,
-    failures: float = 0.0,
     cohort: int = 1,
     out: Path | None = None,
 ) -> tuple[dict[str, Any], dict[str, float] | None]:
     """Simulate a run with the costs of ``run`` or of ``profile``; returns the summary with its figures, and those of
-    the real run if no setting was changed. ``law``: lengths in place of the recorded ones; ``failures``: deaths per
-    replica and hour; ``out``: the new run's folder."""
+    the real run if no setting was changed. ``law``: lengths in place of the recorded ones; ``out``: the new
+    run's folder."""
     if run is not None:
         check_run(run)
         config = config_of_run(run, overrides)
@@ -205,7 +204,6 @@ def simulate_given(
         shared = sharing(changed(settings_of_run(run, overrides)), known.costs, len(available_cores()))
     stops, seconds = known.hiccups
     conditions = Conditions(
-        failures=failures,
         hiccups=stops,
         hiccup_seconds=seconds,
         interference=known.interference,

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrlhf.planner.costs import Coefficients, CostModel, all_reduce, broadcast, forward_flops
 from asyncrlhf.planner.memory import generator_bytes, layout_bytes, learner_bytes
-from asyncrlhf.planner.queueing import steady
+from asyncrlhf.planner.ranking import steady
 from asyncrlhf.planner.shapes import Cluster, Device, Link, ModelShape, Workload, catalogue, cluster_of, longest_of
 
 LLAMA_2_7B = ModelShape(32, 4096, 11008, 32000, 32, 32, 128)
