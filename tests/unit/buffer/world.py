@@ -214,7 +214,8 @@ class World:
         group_id, self.next_group = self.next_group, self.next_group + 1
         step = self.gate.admit(self.replicas[replica])
         self.buffer.reserve(self.setting.siblings)
-        ids = range(self.ledger.next_id, self.ledger.next_id + self.setting.siblings)
+        first = self.ledger.counts()["admitted_total"]
+        ids = range(first, first + self.setting.siblings)
         for i in ids:
             self.ledger.admit(i, group_id, make_prompt(group_id), now=float(i))
         self.open[group_id] = OpenGroup(self.replicas[replica], step, set(ids))
