@@ -18,7 +18,7 @@ FLOORS: tuple[tuple[int, tuple[tuple[str, str, str], ...]], ...] = (
     (5, (("buffer", "admission, replay buffer, ledger", ""),)),
     (4, (("transport", "weights to the generators", "collective"),)),
     (3, (("engines", "sampling", "hf vllm"),
-         ("learner", "training", "settings step model attention updates ranks state"))),
+         ("learner", "training", "settings step model attention updates state"))),
     (2, (("data", "prompts, packing", ""), ("models", "checkpoints", ""), ("rewards", "scores", ""),
          ("tasks", "built-in tasks", ""))),
     (1, (("algorithms", "the formulas: tensors and floats only", ""),)),

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from asyncrlhf.bench.weights import summarize
 from asyncrlhf.errors import ConfigError
 
 study = importlib.import_module("experiments.14_weight_publish.bench")
@@ -28,7 +27,7 @@ def test_ratios_are_taken_round_by_round() -> None:
     def row(raw: float, publish: float) -> dict[str, dict[str, float]]:
         return {"raw": {"publish": raw}, "disk": {"publish": publish, "stall": publish / 4, "fenced": publish / 10}}
 
-    found = summarize([row(1.0, 2.0), row(3.0, 4.0), row(10.0, 10.0)], 10**9, 2)
+    found = study.summarize([row(1.0, 2.0), row(3.0, 4.0), row(10.0, 10.0)], 10**9, 2)
     way = found["ways"]["disk"]
     assert (way["ratio_min"], way["ratio_median"], way["ratio_max"]) == (0.5, 0.75, 1.0)
     assert way["gb_per_second"] == 0.25 and way["stall_seconds"] == 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -9,8 +10,9 @@ import sys
 import numpy as np
 import pytest
 
-from asyncrlhf.bench import soak
 from tests.ray_run import wait_until
+
+soak = importlib.import_module("experiments.29_soak.bench")
 
 MIB = 2**20
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.worker import GeneratorWorker
-from asyncrlhf.bench.measure import show, spread, tell, write
+from asyncrlhf.bench.measure import LOAD, QUIET, show, spread, tell, write
 from asyncrlhf.cluster.handles import LONG_SECONDS, GeneratorHandle, Runtime
 from asyncrlhf.cluster.parts import build_runtime
 from asyncrlhf.config.compose import load_config
@@ -27,15 +27,6 @@ from asyncrlhf.records.write.recorder import read_metrics
 from asyncrlhf.types import GenerationRequest, RolloutInfo
 from asyncrlhf.validation import typed_path
 
-QUIET = ["logging=quiet", "eval_every=0", "task.heldout_size=8", "weights.audit_every=0"]
-# Enough work per step that the ratio is that of the two sides, not of the messages between them, and rewards with
-# spread, because the learner skips groups without.
-LOAD = [
-    "generator.max_completion_length=32",
-    "generator.ignore_eos=true",
-    "reward.kind=python",
-    "reward.target=asyncrlhf.bench.measure:coin",
-]
 WARM_UP = 5  # steps left out at the head of every measurement
 
 

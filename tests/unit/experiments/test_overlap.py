@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
-from asyncrlhf.bench.overlap import rate
 from asyncrlhf.errors import AsyncRLHFError
+
+rate = importlib.import_module("experiments.12_overlap.bench").rate
 
 
 def test_a_rate_is_the_same_for_waves_and_for_a_stream() -> None:

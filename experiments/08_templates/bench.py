@@ -1,26 +1,46 @@
-"""The field's macro templates on equal devices: each one's split, the costs of its parts, the memory of a device."""
+"""Compares the field's macro templates on equal devices, simulated with the real controller.
+
+Costs come from the planner's formulas and a catalogue of devices; the policy and the reward model have one size.
+"""
 
 from __future__ import annotations
 
+import argparse
+import csv
 import math
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
+from asyncrlhf.config.compose import load_config
+from asyncrlhf.errors import ConfigError
 from asyncrlhf.planner.costs import Coefficients, CostModel, forward_flops
-from asyncrlhf.planner.memory import USABLE, Bytes, generator_bytes, learner_bytes, slots_that_fit
-from asyncrlhf.planner.shapes import Cluster, ModelShape, Workload
+from asyncrlhf.planner.memory import USABLE, Bytes, generator_bytes, learner_bytes
+from asyncrlhf.planner.shapes import Cluster, ModelShape, Workload, catalogue, cluster_of
+from asyncrlhf.records.write.recorder import METRICS_FILE, read_metrics
+from asyncrlhf.simulator.cost_world import Conditions
+from asyncrlhf.simulator.simulate import OVERRIDES, figures, simulate
+from asyncrlhf.validation import typed_path
 
 MODELS = {
     "llama-3-8b": ModelShape(32, 4096, 14336, 128256, 32, 8, 128),
     "llama-3-70b": ModelShape(80, 8192, 28672, 128256, 64, 8, 128),
-    "llama-2-7b": ModelShape(32, 4096, 11008, 32000, 32, 32, 128),
     "qwen-2.5-1.5b": ModelShape(28, 1536, 8960, 151936, 12, 2, 128, tied=True, bias=True),
 }
 MICROBATCH = 8192  # tokens of the learner's microbatch
 MOST_SLOTS = 256  # sequences of one replica
 SIMULATED = 256  # rollouts of a simulated batch
 HANDLES = 16  # simulated replicas, each of which stands for a cohort of equal ones
+FIGURES = ("step_seconds", "rollouts_per_device_hour", "idle", "staleness", "dropped", "learner_gb", "generator_gb")
+
+
+EXPECT = "from data-sheet peaks, not measured here: expect errors of 30%"
 
 
 @dataclass(frozen=True)
@@ -51,6 +71,12 @@ TEMPLATES = (
         for lag in (1, 2, 4, 8)
     ),
 )
+
+
+def slots_that_fit(shape: ModelShape, memory: float, context: float, tensor: int) -> int:
+    """Number of sequences of ``context`` tokens that fit a replica on devices of ``memory`` bytes."""
+    room = USABLE * memory * tensor - 2.0 * shape.parameters
+    return max(0, int(room // (context * shape.kv_bytes)))
 
 
 @dataclass(frozen=True)
@@ -245,3 +271,133 @@ class TemplateCosts:
         device = self.scene.cluster.device
         alone = forward_flops(self.scene.shape, [round(length)]) / (device.flops * self.scene.fitted.compute)
         return alone * max(1.0, rollouts * self.thin / devices)
+
+
+def run(arguments: Sequence[str]) -> list[dict[str, Any]]:
+    """Every template on each of ``--devices``. Raises ConfigError for a model, devices or a batch that do not fit."""
+    parser = argparse.ArgumentParser(prog="asyncrlhf bench templates", description=__doc__)
+    parser.add_argument("--device", default="H100", help=f"device of the catalogue: {', '.join(catalogue())}")
+    parser.add_argument("--devices", default="8", help="numbers of devices, separated by commas")
+    parser.add_argument("--model", default="llama-3-8b", choices=MODELS)
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--response", type=float, default=1024, help="mean tokens of a response, log-normal")
+    parser.add_argument("--cv", type=float, default=0.6, help="coefficient of variation of these lengths")
+    parser.add_argument("--longest", type=int, default=4096, help="longest response in tokens")
+    parser.add_argument("--batch", type=int, help="rollouts per step (default: 32 per device, at most 16,384)")
+    parser.add_argument("--steps", type=int, default=8, help="steps to simulate, and 2 more for each version of lag")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=typed_path, help="CSV file to write")
+    options = parser.parse_args(list(arguments))
+    try:
+        scenes = [_scene(options, int(word)) for word in options.devices.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--devices {options.devices}: {error}") from error
+    rows: list[dict[str, Any]] = []
+    for scene in scenes:
+        own = [_row(scene, template, options) for template in TEMPLATES]
+        _show(scene, own)
+        rows += [{"model": options.model, "device": options.device, **row} for row in own]
+        if options.out is not None:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            with options.out.open("w", newline="") as file:
+                writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(rows)
+    print(f"Staleness is predicted, quality is not. Figures are {EXPECT}.")
+    return rows
+
+
+def _scene(options: argparse.Namespace, devices: int) -> Scene:
+    lengths = Workload(options.prompt, options.response, options.cv, options.longest)
+    batch = options.batch or min(32 * devices, 16384)
+    if batch % 8:
+        raise ValueError(f"--batch {batch} are no whole groups of 8.")
+    return Scene(MODELS[options.model], cluster_of(options.device, devices), lengths, batch)
+
+
+def _row(scene: Scene, template: Template, options: argparse.Namespace) -> dict[str, Any]:
+    """One template's figures; missing if it does not fit."""
+    empty = dict.fromkeys(FIGURES, float("nan"))
+    row: dict[str, Any] = {"devices": scene.cluster.devices, "batch": scene.batch, "template": template.name}
+    try:
+        split = scene.split(template)
+    except ValueError as error:
+        return {**row, "generating": 0, "scoring": 0, "training": 0, **empty, "note": str(error)}
+    shares = {"generating": split.generating, "scoring": split.reward, "training": split.ranks}
+    held = {f"{side}_gb": round(size / 1e9, 1) for side, size in scene.memory(split).items()}
+    found = _simulated(scene, template, split, options)
+    return {**row, **shares, **{name: {**found, **held}[name] for name in FIGURES}, "note": ""}
+
+
+def _simulated(scene: Scene, template: Template, split: Split, options: argparse.Namespace) -> dict[str, float]:
+    workers, batch = min(HANDLES // 2, split.reward), scene.batch // scene.thin
+    costs = TemplateCosts(scene, split, template.chunk, workers, scene.thin)
+    config = load_config(
+        [
+            *OVERRIDES,
+            *template.overrides,
+            f"steps={options.steps + 2 * template.lag}",
+            f"batch_size={batch}",
+            f"num_generations={scene.group}",
+            f"generator.replicas={split.handles}",
+            f"generator.slots={max(1, round(scene.slots(split) * split.cohort / scene.thin))}",
+            f"generator.max_completion_length={scene.lengths.longest}",
+            f"reward.workers={workers}",
+            f"fusion.max_batch={math.ceil(batch / workers)}",
+            f"seed={options.seed}",
+            "logging.progress=none",
+            "logging.report=false",
+            "stall_timeout_seconds=1000000",
+        ]
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        summary = simulate(config, costs, scene.lengths, run, Conditions(cohort=split.cohort))
+        found = figures(read_metrics(run / METRICS_FILE), config.async_.bound, warm_up=options.steps // 3)
+    return _as_row(scene, split, found, summary)
+
+
+def _as_row(scene: Scene, split: Split, found: Mapping[str, float], summary: Mapping[str, Any]) -> dict[str, float]:
+    devices, step = scene.cluster.devices, found["step_seconds"]
+    scored = min(1.0, scene.stages(split)[1] / step)
+    busy = (
+        (1 - found["generator_idle"]) * split.generating
+        + (1 - found["learner_idle"]) * split.ranks
+        + scored * split.reward
+    )
+    return {
+        "step_seconds": round(step, 3),
+        "rollouts_per_device_hour": round(3600 * scene.batch / step / devices, 1),
+        "idle": round(max(0.0, 1 - busy / devices), 3),
+        "staleness": round(found["staleness"], 2),
+        "dropped": round(found["dropped_share"], 4),
+    }
+
+
+def _show(scene: Scene, rows: Sequence[Mapping[str, Any]]) -> None:
+    first = rows[0]["step_seconds"]
+    table = Table(title=f"{scene.cluster.devices} {scene.cluster.device.name}, {scene.batch} rollouts per step")
+    for name in (
+        "template",
+        "generate / score / train",
+        "s a step",
+        "speed",
+        "idle",
+        "staleness",
+        "GB, learner / generator",
+    ):
+        table.add_column(name, justify="left" if name == "template" else "right")
+    for row in rows:
+        if row["note"]:
+            table.add_row(row["template"], "", row["note"])
+            continue
+        table.add_row(
+            row["template"],
+            f"{row['generating']} / {row['scoring']} / {row['training']}",
+            f"{row['step_seconds']:.2f}",
+            f"{first / row['step_seconds']:.2f}",
+            f"{row['idle']:.2f}",
+            f"{row['staleness']:.2f}",
+            f"{row['learner_gb']:.0f} / {row['generator_gb']:.0f}",
+        )
+    Console().print(table)

@@ -1,8 +1,11 @@
-"""Communication of the learner ranks: group set-up, sums, gathers, and gathering of sharded weights."""
+"""The learner's ranks: group set-up, sums and gathers; the mesh of ranks; the position of a rank's part within a whole
+tensor, and the gathering of sharded weights."""
 
 from __future__ import annotations
 
 import datetime
+import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -11,9 +14,74 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from asyncrlhf.learner.ranks.spans import Part, Spans, local_spans
+Spans = list[list[list[int]]]  # for each dimension the runs of the part, in order
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part of a tensor of ``shape``: the ``values`` that ``spans`` select, in their order."""
+
+    values: torch.Tensor
+    shape: tuple[int, ...]
+    spans: Spans
+
+
+def extent(spans: Spans) -> tuple[int, ...]:
+    """The part's own shape."""
+    return tuple(sum(last - first for first, last in runs) for runs in spans)
+
+
+def local_spans(tensor: DTensor) -> Spans:
+    """The spans of this rank's part; no communication."""
+    return [_runs(tensor, dim) for dim in range(tensor.ndim)]
+
+
+def _runs(tensor: DTensor, dim: int) -> list[list[int]]:
+    """torch divides row numbers in the same way as rows."""
+    size = tensor.shape[dim]
+    along = [_along_first(placement, dim) for placement in tensor.placements]
+    if all(placement.is_replicate() for placement in along):
+        return [[0, size]]
+    rows = torch.arange(size, device=tensor.device_mesh.device_type)
+    own = distribute_tensor(rows, tensor.device_mesh, along, src_data_rank=None).to_local().tolist()
+    breaks = [i for i in range(1, len(own)) if own[i] != own[i - 1] + 1]
+    return [[own[i], own[j - 1] + 1] for i, j in itertools.pairwise([0, *breaks, len(own)])] if own else []
+
+
+def _along_first(placement: Any, dim: int) -> Any:
+    if getattr(placement, "dim", None) != dim:
+        return Replicate()
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(0, split_factor=placement.split_factor)
+    return Shard(0)
+
+
+def overlaps(own: Spans, other: Spans) -> Iterator[tuple[Slices, Slices]]:
+    """The blocks that two parts of one tensor share: the place of each in ``own`` and in ``other``."""
+    along = [list(_common(a, b)) for a, b in zip(own, other, strict=True)]
+    for blocks in itertools.product(*along):
+        yield tuple(here for here, _ in blocks), tuple(there for _, there in blocks)
+
+
+def _common(own: list[list[int]], other: list[list[int]]) -> Iterator[tuple[slice, slice]]:
+    here = 0
+    for first, last in own:
+        there = 0
+        for start, stop in other:
+            low, high = max(first, start), min(last, stop)
+            if low < high:
+                yield (
+                    slice(here + low - first, here + high - first),
+                    slice(there + low - start, there + high - start),
+                )
+            there += stop - start
+        here += last - first
+
 
 Item = TypeVar("Item")
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
@@ -177,3 +245,41 @@ def gathered(shards: Shards, names: tuple[str, ...] | None = None) -> Iterator[t
 def on_host(shards: Shards, rank: int, names: tuple[str, ...] | None = None) -> dict[str, torch.Tensor]:
     """Copy the tensors to rank 0's host memory; the other ranks take part and return an empty dictionary."""
     return {name: tensor.to("cpu", copy=True) for name, tensor in gathered(shards, names) if rank == 0}
+
+
+class Mesh:
+    """The ranks arranged by ``LearnerConfig.mesh``. All ranks build it together."""
+
+    def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
+        init_single_process_group(device)
+        # torch warns that DTensors over two dimensions are gathered by two collectives.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        self.sizes = sizes
+        self.whole = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    @property
+    def data(self) -> DeviceMesh:
+        """The ranks that train different shares with the same part of the model: [shard], or [replicate, shard]."""
+        return self.whole["replicate", "shard"] if self.sizes["replicate"] > 1 else self.whole["shard"]
+
+    def is_first(self, tensor: DTensor) -> bool:
+        """Whether no rank before this one along a dimension that does not divide ``tensor`` has the same part of it."""
+        names = tensor.device_mesh.mesh_dim_names
+        assert names is not None
+        divided = {name for name, at in zip(names, tensor.placements, strict=True) if not at.is_replicate()}
+        divided.add("pipeline")  # a stage's tensors are no other stage's
+        return all(self.whole.get_local_rank(name) == 0 for name in self.sizes if name not in divided)
+
+    def is_first_of(self, name: str) -> bool:
+        """Whether no rank before this one has the same place along ``name``."""
+        return all(self.whole.get_local_rank(other) == 0 for other in self.sizes if other != name)
+
+    def groups(self, name: str) -> list[list[int]]:
+        """The ranks of every group along one dimension."""
+        dim = list(self.sizes).index(name)
+        found: list[list[int]] = self.whole.mesh.movedim(dim, -1).reshape(-1, self.sizes[name]).tolist()
+        return found
+
+    def peers(self, name: str) -> Peers:
+        """This rank's group along one dimension."""
+        return Peers(self.whole.get_local_rank(name), self.sizes[name], self.whole.get_group(name))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.planner.memory import generator_bytes
 from asyncrlhf.planner.shapes import Workload, cluster_of
-from asyncrlhf.simulator.templates import MODELS, TEMPLATES, Scene, TemplateCosts
 
+bench = importlib.import_module("experiments.08_templates.bench")
+MODELS, TEMPLATES, Scene, TemplateCosts = bench.MODELS, bench.TEMPLATES, bench.Scene, bench.TemplateCosts
 LENGTHS = Workload(512, 1024, 0.6, 4096)
 SMALL = Scene(MODELS["llama-3-8b"], cluster_of("H100", 8), LENGTHS, 256)
 LARGE = Scene(MODELS["llama-3-70b"], cluster_of("H100", 10_000), LENGTHS, 2048)
@@ -17,7 +22,7 @@ COLOCATED, IN_STEP, FUSED, ONE_STEP, *_, LAG_8 = TEMPLATES
 
 @pytest.mark.parametrize("scene", [SMALL, LARGE], ids=["8", "10000"])
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.name)
-def test_all_devices_are_dealt_out_and_hold_their_part(scene: Scene, template) -> None:  # type: ignore[no-untyped-def]
+def test_all_devices_are_dealt_out_and_hold_their_part(scene, template) -> None:  # type: ignore[no-untyped-def]
     split, devices = scene.split(template), scene.cluster.devices
     if template.turns:
         assert (split.generating, split.reward, split.ranks) == (devices,) * 3
@@ -42,6 +47,12 @@ def test_parts_that_take_turns_leave_the_cache_what_the_learner_does_not_hold() 
     assert 1 < scene.slots(split) < scene.slots(replace(split, turns=False))
     own = scene.learner(split).parts["weights and optimizer"] + 2 * scene.shape.parameters
     assert own + scene.slots(split) * scene.context * scene.shape.kv_bytes <= 0.92 * 48e9
+
+
+def test_as_many_slots_as_fit() -> None:
+    fits = bench.slots_that_fit(MODELS["llama-3-8b"], 80e9, 2048, 1)
+    held = [generator_bytes(MODELS["llama-3-8b"], n * 2048).refusal(80e9, "A replica") for n in (fits, fits + 1)]
+    assert held[0] is None and held[1] is not None
 
 
 def test_a_model_that_no_device_holds_is_refused() -> None:
@@ -71,3 +82,27 @@ def test_chunks_hide_all_but_their_last_half() -> None:
     assert chunked < 0.1 * read
     generation, reward, _ = SMALL.stages(split)
     assert reward < generation
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--devices", "8,nine"], "--devices 8,nine: invalid literal"),
+        (["--devices", "12"], "12 devices do not fill nodes of 8"),
+        (["--batch", "100"], "--batch 100 are no whole groups of 8"),
+    ],
+)
+def test_nonsense_is_refused_in_one_sentence(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        bench.run(words)
+
+
+@pytest.mark.thorough
+def test_templates_keep_their_lag_and_those_that_overlap_are_quicker(tmp_path: Path) -> None:
+    rows = {row["template"]: row for row in bench.run(["--batch", "64", "--out", str(tmp_path / "rows.csv")])}
+    step, staleness = ({name: row[key] for name, row in rows.items()} for key in ("step_seconds", "staleness"))
+    assert all(staleness[name] == 0 for name in rows if name.startswith("sync"))
+    assert staleness["one-step"] == 1
+    assert all(staleness[f"async, lag {lag}"] <= lag for lag in (1, 2, 4, 8))
+    assert step["sync, fused chunks"] < step["sync, disaggregated"]
+    assert step["async, lag 4"] < step["one-step"] < step["sync, disaggregated"]
