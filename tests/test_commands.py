@@ -55,7 +55,7 @@ SMALL = f"{TINY} logging.wandb=disabled"
 RAY = "ray.object_store_mb=128 generator.threads=0"
 # Added to what matches first: "{}" where nothing is.
 SUFFIXES = {
-    r"--help|--list|^asyncrlhf (doctor|report|schema|status)": "",
+    r"--help|--list|^asyncrlhf (doctor|report|schema|status|verify)": "",
     r"^asyncrlhf evaluate": "task.heldout_size=4 evaluation.samples_shown=1",
     r"^asyncrlhf preferences": "preferences.num_prompts=8 task.heldout_size=4 reward.kind=python "
     "reward.target=my_rewards:score logging.wandb=disabled",
