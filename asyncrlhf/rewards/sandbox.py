@@ -116,7 +116,7 @@ class _Child:
     def __init__(self, target: str, key: str, limits: SandboxConfig) -> None:
         self._connection, theirs = multiprocessing.Pipe()
         self._limits = limits
-        folder = tempfile.mkdtemp(prefix="asyncrlhf-reward-")  # removed with the process, also by its guard
+        folder = tempfile.mkdtemp(prefix="asyncrlhf-function-")  # removed with the process, also by its guard
         # What this process can import, the child can.
         paths = os.pathsep.join(path for path in sys.path if path)
         variables = {**environment(limits, os.environ), "PYTHONPATH": paths, "TMPDIR": folder}
