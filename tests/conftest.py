@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 # Before any library reads them: tests never reach a network, and two threads a process would fight over two cores.
 # `make test-numeric` asks for two all the same, by TEST_THREADS: they add in another order.
@@ -20,6 +21,8 @@ os.environ.update(
         "OMP_NUM_THREADS": os.environ.get("TEST_THREADS", "1"),
         "MKL_NUM_THREADS": os.environ.get("TEST_THREADS", "1"),
         "MPLBACKEND": "Agg",
+        # The temporary folder of a session goes with it; what vLLM compiles takes half a minute of a processor.
+        "TORCHINDUCTOR_CACHE_DIR": str(Path(__file__).resolve().parents[1] / ".pytest_cache" / "torchinductor"),
     }
 )
 if os.environ.get("ATEN_CPU_CAPABILITY") == "default":
@@ -27,17 +30,14 @@ if os.environ.get("ATEN_CPU_CAPABILITY") == "default":
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import gc
-import shutil
+import re
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import hypothesis
-import psutil
 import pytest
 import torch
 
@@ -52,7 +52,7 @@ hypothesis.settings.register_profile("asyncrlhf", deadline=None)
 hypothesis.settings.load_profile("asyncrlhf")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
-pytest_plugins = ["tests.numeric"]  # --margins
+pytest_plugins = ["tests.leftovers", "tests.numeric"]  # --margins
 
 ROOT = Path(__file__).resolve().parents[1]
 OBJECT_STORE_BYTES = 256 * 2**20
@@ -77,6 +77,19 @@ def shared_with(file: str) -> str:
     if file.startswith("tests/references/"):
         return "references"
     return "ray" if "ray_local" in (ROOT / file).read_text() else file
+
+
+QUICK, REST = "not more and not thorough", "more and not thorough"  # what `make test` and `make test-more` choose
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files of which no test will run are not imported: that takes some of them seconds of a processor."""
+    chosen = config.getoption("markexpr")
+    if chosen not in (QUICK, REST) or not collection_path.name.startswith("test_"):
+        return None
+    text = collection_path.read_text()
+    wholly, partly = re.search(r"^pytestmark = .*\bmark\.more\b", text, re.MULTILINE), "mark.more" in text
+    return True if (wholly if chosen == QUICK else not partly) else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -142,26 +155,6 @@ def ray_local() -> Iterator[Any]:
 
     from asyncrlhf.cluster.own_ray import OwnRay
 
-    # Ray puts Unix sockets below this folder, and their paths may have 107 characters: pytest's own are too long.
-    folder = Path(tempfile.mkdtemp(prefix="ray-"))
-    own = OwnRay(4, OBJECT_STORE_BYTES, _temp_dir=str(folder), configure_logging=False)
-    processes = psutil.Process().children(recursive=True)
-    try:
-        yield ray
-    finally:
-        processes += psutil.Process().children(recursive=True)
-        own.stop()
-        end_leftovers(processes, str(folder))
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def end_leftovers(processes: list[psutil.Process], marker: str) -> None:
-    """End those of ``processes`` that outlived Ray's shutdown and belong to the Ray whose folder is ``marker``."""
-    _, alive = psutil.wait_procs(processes, timeout=5)
-    for process in alive:
-        try:
-            command = " ".join(process.cmdline())
-            if marker in command or command.startswith("ray::"):
-                process.kill()
-        except psutil.NoSuchProcess:
-            continue
+    own = OwnRay(4, OBJECT_STORE_BYTES, configure_logging=False)
+    yield ray
+    own.stop()

@@ -5,15 +5,12 @@ It protects from accidents, not from malice: the function runs with the worker's
 
 from __future__ import annotations
 
-import fcntl
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import weakref
 from collections.abc import Sequence
@@ -21,7 +18,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from asyncrlhf.errors import ConfigError, RewardError
@@ -29,6 +25,7 @@ from asyncrlhf.rewards.guard import WrongCountError
 from asyncrlhf.rewards.limits import descendants, environment
 from asyncrlhf.rewards.reward import LateError, Logged, RewardSource, Score, columns_of, late
 from asyncrlhf.rewards.reward_config import SandboxConfig
+from asyncrlhf.scratch import Scratch
 from asyncrlhf.types import Rollout
 
 START_SECONDS = 120.0  # for the imports of the user's module
@@ -118,8 +115,8 @@ class _Child:
     def __init__(self, target: str, key: str, limits: SandboxConfig) -> None:
         self._connection, theirs = multiprocessing.Pipe()
         self._limits = limits
-        remove_abandoned()
-        folder, lock = _own_folder()
+        scratch = Scratch(FOLDER)
+        folder = str(scratch.path)
         # What this process can import, the child can.
         paths = os.pathsep.join(path for path in sys.path if path)
         variables = {**environment(limits, os.environ), "PYTHONPATH": paths, "TMPDIR": folder}
@@ -133,7 +130,7 @@ class _Child:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # so that it can be ended with all its children, and does not get Ctrl-C
             )
-        self._finalizer = weakref.finalize(self, _end, self._process, self._connection, folder, lock)
+        self._finalizer = weakref.finalize(self, _end, self._process, self._connection, scratch)
         try:
             started = self.receive(START_SECONDS)
         except (TimeoutError, EOFError, OSError) as error:
@@ -189,39 +186,7 @@ class _Child:
         self._finalizer()
 
 
-def remove_abandoned() -> None:
-    """Remove the folders of functions that were killed with their worker: their locks are free."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
-        with suppress(OSError):
-            lock = _lock(folder)
-            if os.fstat(lock).st_uid == os.getuid():
-                shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
-
-
-def _own_folder() -> tuple[str, int]:
-    """A new folder, and the open file whose lock shows that its owner lives: it is released if the owner is killed."""
-    while True:
-        folder = tempfile.mkdtemp(prefix=FOLDER)
-        with suppress(BlockingIOError, FileNotFoundError):  # another process found it before it had its lock
-            lock = _lock(folder)
-            if os.path.isdir(folder):
-                return folder, lock
-            os.close(lock)
-
-
-def _lock(folder: str | Path) -> int:
-    """Raises BlockingIOError if another process has the lock."""
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(opened)
-        raise
-    return opened
-
-
-def _end(process: subprocess.Popen[bytes], connection: Connection, folder: str, lock: int) -> None:
+def _end(process: subprocess.Popen[bytes], connection: Connection, scratch: Scratch) -> None:
     connection.close()
     if process.poll() is None:
         # Those that left its group first, while they are still to be found below it.
@@ -231,5 +196,4 @@ def _end(process: subprocess.Popen[bytes], connection: Connection, folder: str, 
         # Its session is one process group, so the function's children end with it.
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    shutil.rmtree(folder, ignore_errors=True)
-    os.close(lock)
+    scratch.close()

@@ -61,3 +61,5 @@ def test_jobs_of_a_launcher_are_reported_together(
     assert "drawn ['0', '1']" in out
     assert all(sentence in err for sentence in said) and err.count("\n") == len(said)
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    traces = list(tmp_path.glob("runs/**/asyncrlhf-error-*.txt"))
+    assert len(traces) == err.count("The trace is in") and all(str(trace) in err for trace in traces)

@@ -97,6 +97,7 @@ def test_a_child_ends_when_its_parent_is_gone(tmp_path: Path, function: str, mon
     program = f"""
 import numpy as np
 from asyncrlhf.rewards.sandbox import SandboxSource
+from asyncrlhf.scratch import Scratch, remove_abandoned
 from asyncrlhf.types import Prompt, Rollout
 one = np.zeros(1, np.int64)
 prompt = Prompt("p", "p", one, metadata={{"file": {str(note)!r}}})
@@ -110,7 +111,7 @@ source.scores([Rollout(1, 1, prompt, one, one, one, "stop", "x", "g")])
     child = psutil.Process(int(parent.stdout.readline()))
     wait_until(lambda: note.is_file() and note.read_text(), "the function's beginning")
     monkeypatch.setattr(tempfile, "tempdir", str(place))
-    sandbox.remove_abandoned()
+    remove_abandoned(sandbox.FOLDER)
     assert len(list(place.iterdir())) == 1, "that of a living worker stays"
     parent.kill()
     parent.wait()
@@ -137,9 +138,10 @@ def test_what_a_function_started_ends_where_its_process_alone_is_killed(
     waiting.join()
     abandoned = tmp_path / f"{sandbox.FOLDER}1"
     abandoned.mkdir()
-    live, _ = sandbox._own_folder()
-    sandbox.remove_abandoned()
-    assert Path(live).is_dir() and not abandoned.exists()
+    live = Scratch(sandbox.FOLDER)
+    assert live.path.is_dir() and not abandoned.exists()
+    live.close()
+    assert not live.path.exists()
     made.close()
 
 
