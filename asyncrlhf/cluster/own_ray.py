@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import tempfile
 import threading
 from contextlib import nullcontext, suppress
-from pathlib import Path
 from typing import Any
 
 import psutil

@@ -73,6 +73,7 @@ def snapshot(learner: TorchBackend) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.more_but(every=5)
 def test_a_step_raises_the_version_by_one_and_moves_the_weights(make: Make, name: str) -> None:
     learner = make(ALGORITHMS[name])
     before = snapshot(learner)
@@ -138,6 +139,7 @@ def test_score_is_the_log_prob_at_temperature_one(make: Make) -> None:
         assert_close(found, expected.numpy(), atol=FLOAT32)
 
 
+@pytest.mark.more_but("torch", "zero3")
 def test_a_critic_elsewhere_gives_the_values_of_the_learners_own(make: Make) -> None:
     """From its tensors alone, after it has learned; who shards it cannot hand it out and is refused by the config."""
     learner, batch = make(ALGORITHMS["ppo with KL"], critic_learning_rate=1e-2), random_batch()
@@ -157,6 +159,7 @@ def test_a_critic_elsewhere_gives_the_values_of_the_learners_own(make: Make) -> 
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.more_but(every=5)
 def test_resume_goes_on_bit_for_bit(make: Make, tmp_path: Path, name: str) -> None:
     options = {"lr_schedule": "cosine", "warmup_steps": 2}
     learner = make(ALGORITHMS[name], **options)
@@ -183,6 +186,7 @@ def test_the_saved_model_is_a_transformers_checkpoint(make: Make, tmp_path: Path
     assert list((tmp_path / "model").glob("*.safetensors"))
 
 
+@pytest.mark.more_but("torch", "zero3")
 def test_a_checkpoint_that_does_not_fit_is_refused(make: Make, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is missing"):
         make().load(tmp_path)

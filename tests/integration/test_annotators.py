@@ -162,6 +162,7 @@ def test_what_a_worker_sends_is_its_arrays_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.more_but(every=3)
 def test_a_failure_is_one_failed_rollout_and_never_a_zero(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -181,6 +182,7 @@ def test_when_all_fail_the_run_ends_with_the_cause(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.more_but(every=3)
 def test_a_rollout_that_kills_its_worker_fails_and_its_neighbours_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -193,6 +195,7 @@ def test_a_rollout_that_kills_its_worker_fails_and_its_neighbours_do_not(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.more_but(every=3)
 def test_a_lost_worker_leaves_its_work_to_the_others_and_the_last_one_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

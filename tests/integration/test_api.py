@@ -76,6 +76,7 @@ def test_rows_a_closure_and_callbacks_in_and_frames_out(tmp_path: Path) -> None:
     assert transformers.AutoModelForCausalLM.from_pretrained(run.model).num_parameters() > 0
 
 
+@pytest.mark.more
 def test_functions_of_a_notebook_travel(tmp_path: Path) -> None:
     """One of ``__main__`` is in no module that a worker could import."""
     given = "[mine, lambda completions, **_: [weight for _ in completions]]"

@@ -238,6 +238,7 @@ def test_report_draws_a_finished_run(finished: Path, here: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("trouble", [OSError("the disk is full"), ConfigError("nothing to draw.")])
+@pytest.mark.more_but(every=2)
 def test_a_report_that_fails_is_said_and_fails_nothing(
     trouble: Exception, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

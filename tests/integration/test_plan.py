@@ -77,6 +77,7 @@ def test_a_long_plan_says_how_far_it_is_and_a_short_one_says_nothing(capsys: pyt
 
 
 @pytest.mark.parametrize("command", ["simulate", "plan", "profile"])
+@pytest.mark.more_but(every=3)
 def test_a_run_too_short_for_costs_is_one_sentence(
     tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,6 +138,7 @@ def test_two_groups_of_devices_name_the_nodes_of_each_side(tmp_path: Path) -> No
         {"learner.backend": "deepspeed", "learner.zero_stage": 2, "learner.sequence_parallel_size": 2},
     ],
 )  # fmt: skip
+@pytest.mark.more_but(every=4)
 def test_a_learner_may_have_more_ranks_than_a_batch_has_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: dict[str, Any]
 ) -> None:

@@ -15,6 +15,7 @@ PRESETS = sorted(path.stem for path in (conf_folder() / "algorithm").glob("*.yam
 
 
 @pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.more_but("ppo", "grpo", "rloo", "vtrace", "opob", "dpo", "topr", "sac", "cispo", "gspo")
 def test_preset_trains(tmp_path: Path, preset: str) -> None:
     done = run(tmp_path, *FAKE, f"algorithm={preset}", "steps=2", "async.mode=one_step")
     done.assert_ledger_whole()
@@ -26,6 +27,7 @@ def test_preset_trains(tmp_path: Path, preset: str) -> None:
 @pytest.mark.parametrize(
     ("place", "estimator"), [("reward", "auto"), ("reward", "k1"), ("loss", "auto"), ("loss", "k1"), ("loss", "k3")]
 )
+@pytest.mark.more_but(every=2)
 def test_kl_is_counted_where_it_is_put(tmp_path: Path, place: str, estimator: str) -> None:
     common = (
         *FAKE,

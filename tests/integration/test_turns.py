@@ -60,6 +60,7 @@ class Diary:
     ("mode", "engine"),
     [("sync", "fake"), ("one_step", "fake"), ("async", "fake"), ("fixed_lag", "fake"), ("async", "hf")],
 )
+@pytest.mark.more_but(every=3)
 def test_nobody_samples_on_the_learners_device_while_it_trains(
     mode: str, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,6 +48,7 @@ def fake_run(config: RunConfig) -> int:
         ("5,6,4", 1, ["1 of the 3 jobs ended without a result."]),
     ],
 )
+@pytest.mark.more_but(every=2)
 def test_jobs_of_a_launcher_are_reported_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], steps: str, code: int,
     said: list[str],
