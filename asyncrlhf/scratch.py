@@ -14,8 +14,8 @@ PATIENCE_SECONDS = 5.0  # for processes that are ending, and still write into th
 
 
 class Scratch:
-    """A new folder, until :meth:`close`. A lock shows that its owner lives: it is released if the owner is killed, and the
-    next folder of that prefix removes this one.
+    """A new folder, until :meth:`close`. A lock shows that its owner lives: it is released if the owner is killed, and
+    the next folder of that prefix removes this one.
 
     ``place``: the folder above it, by default the system's temporary folder.
     """

@@ -1,4 +1,4 @@
-"""A session of tests has a temporary folder of its own, and fails if a process, a file there, or shared memory is left."""
+"""A session of tests has its own temporary folder, and fails if a process, a file there or shared memory is left."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Session:
 
 
 def _of_this_process(path: Path) -> bool:
-    """Folders that W&B makes when it is imported, and removes when its process ends: that of the tests, without xdist."""
+    """Folders that W&B makes when it is imported, and removes when its process ends: this one, without xdist."""
     return path.name.endswith(("wandb-media", "wandb-artifacts")) and "wandb" in sys.modules
 
 

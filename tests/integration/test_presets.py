@@ -15,7 +15,7 @@ PRESETS = sorted(path.stem for path in (conf_folder() / "algorithm").glob("*.yam
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.more_but("ppo", "grpo", "rloo", "vtrace", "opob", "dpo", "topr", "sac", "cispo", "gspo")
+@pytest.mark.more_but("asymre", "best_of_n", "grpo", "gspo", "online_dpo", "opmd", "ppo", "rloo", "topr", "vtrace")
 def test_preset_trains(tmp_path: Path, preset: str) -> None:
     done = run(tmp_path, *FAKE, f"algorithm={preset}", "steps=2", "async.mode=one_step")
     done.assert_ledger_whole()

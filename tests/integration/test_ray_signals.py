@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.loop import FAKE, QUIET
 from tests.processes import lives

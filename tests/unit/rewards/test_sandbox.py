@@ -20,6 +20,7 @@ from asyncrlhf.rewards import limits, sandbox
 from asyncrlhf.rewards.reward import Scorer, WeightedSource
 from asyncrlhf.rewards.reward_config import RewardConfig, SandboxConfig
 from asyncrlhf.rewards.sandbox import SandboxSource
+from asyncrlhf.scratch import Scratch, remove_abandoned
 from tests.ray_run import is_alive, wait_until
 from tests.unit.rewards.worlds import rollout
 
@@ -97,7 +98,6 @@ def test_a_child_ends_when_its_parent_is_gone(tmp_path: Path, function: str, mon
     program = f"""
 import numpy as np
 from asyncrlhf.rewards.sandbox import SandboxSource
-from asyncrlhf.scratch import Scratch, remove_abandoned
 from asyncrlhf.types import Prompt, Rollout
 one = np.zeros(1, np.int64)
 prompt = Prompt("p", "p", one, metadata={{"file": {str(note)!r}}})
@@ -189,6 +189,7 @@ def greedy() -> Iterator[Scorer]:
         ("answers", "answered something else than scores"),
     ],
 )
+@pytest.mark.more_but(every=3)
 def test_what_takes_too_much_fails_alone_and_leaves_nothing(
     greedy: Scorer, completion: str, cause: str, tmp_path: Path
 ) -> None:

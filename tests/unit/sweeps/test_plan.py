@@ -139,6 +139,7 @@ CODE = ("reward", "helper", "deep", "sink", "sink_helper")
 
 
 @pytest.mark.parametrize("changed", ["mixture", "nested", *CODE, "source", "version", "commit"])
+@pytest.mark.more_but(every=4)
 def test_each_change_of_code_or_data_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
