@@ -7,7 +7,8 @@ import os
 import shutil
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PATIENCE_SECONDS = 5.0  # for processes that are ending, and still write into the folder
@@ -29,6 +30,18 @@ class Scratch:
                 if self.path.is_dir():
                     return
                 os.close(self._lock)
+
+    @contextmanager
+    def of_processes(self) -> Iterator[None]:
+        """Processes that start meanwhile have this as their temporary folder: what they leave there goes with it."""
+        before = os.environ.get("TMPDIR")
+        os.environ["TMPDIR"] = str(self.path)
+        try:
+            yield
+        finally:
+            del os.environ["TMPDIR"]
+            if before is not None:
+                os.environ["TMPDIR"] = before
 
     def close(self) -> None:
         """Remove the folder; a second call does nothing."""

@@ -63,7 +63,7 @@ IMPORTED = pytest.StashKey[int]()  # modules at the last look
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Where tests run in several processes: those of one file stay together, for they share what is costly to make, and
-    so do all files that share Ray, and all that ask the other implementations."""
+    so do all files that share Ray, all that import vLLM, and all that ask the other implementations."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]
@@ -77,7 +77,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def shared_with(file: str) -> str:
     if file.startswith("tests/references/"):
         return "references"
-    return "ray" if "ray_local" in (ROOT / file).read_text() else file
+    text = (ROOT / file).read_text()
+    return "ray" if "ray_local" in text else "vllm" if "vllm_tiny" in text else file
 
 
 QUICK, REST = "not more and not thorough", "more and not thorough"  # what `make test` and `make test-more` choose

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import time
+import weakref
 from contextlib import suppress
 from multiprocessing.process import current_process
 from pathlib import Path
@@ -42,18 +42,20 @@ class Session:
 
     def _left(self) -> list[str]:
         processes = [f"process {p.pid}: {' '.join(line)[:200]}" for p, line in _ours(str(self.scratch.path))]
-        own = (current_process()._config.get("tempdir"), tempfile.gettempdir())  # type: ignore[attr-defined]
+        own = _of_this_process()
         files = [
             f"file {path}"
             for path in self.scratch.path.iterdir()
-            if not path.name.startswith("pytest-of-") and str(path) not in own and not _of_this_process(path)
+            if not path.name.startswith("pytest-of-") and str(path) not in own
         ]
         return processes + files + [f"shared memory {path}" for path in _unused(self.shared)]
 
 
-def _of_this_process(path: Path) -> bool:
-    """Folders that W&B makes when it is imported, and removes when its process ends: this one, without xdist."""
-    return path.name.endswith(("wandb-media", "wandb-artifacts")) and "wandb" in sys.modules
+def _of_this_process() -> set[str | None]:
+    """Folders that go when this process ends, which runs the tests itself without xdist."""
+    held = [finalizer.peek() for finalizer in list(weakref.finalize._registry)]  # type: ignore[attr-defined]
+    folders = {found[2][0] for found in held if found and found[1] == tempfile.TemporaryDirectory._cleanup}  # type: ignore[attr-defined]
+    return folders | {current_process()._config.get("tempdir")}  # type: ignore[attr-defined]
 
 
 def _ours(mark: str) -> list[tuple[psutil.Process, list[str]]]:

@@ -83,7 +83,10 @@ class OwnRay:
             options["_temp_dir"] = str(self._scratch.path)
         before = set(psutil.Process().children(recursive=True))
         try:
-            with self._workers.serving() if self._workers else nullcontext():
+            with (
+                self._workers.serving() if self._workers else nullcontext(),
+                self._scratch.of_processes() if self._scratch else nullcontext(),
+            ):
                 # address: never a cluster that happens to run here
                 init(address="local", num_cpus=cpus, object_store_memory=store, **options)
         except BaseException as error:

@@ -198,6 +198,7 @@ def test_evaluate_a_run_with_its_own_settings(tmp_path: Path) -> None:
         assert set(found.samples.reward) == {1.5} and found.figures["reward_parts"]["easy"]["mean"] == 0.25
 
 
+@pytest.mark.more
 def test_a_sweep_comes_back_as_frames_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     lags = {

@@ -33,6 +33,7 @@ def share_of(done: Finished, name: str, since: int = 0) -> float:
 
 
 @pytest.mark.parametrize("over_stale", ["drop", pytest.param("wait", marks=pytest.mark.thorough)])
+@pytest.mark.more
 def test_a_replica_30_times_slower_costs_the_fast_ones_nothing(tmp_path: Path, over_stale: str) -> None:
     common = (*GENERATION_BOUND, "steps=40", f"async.over_stale={over_stale}")
     two = run(tmp_path / "two", *common, "generator.replicas=2")

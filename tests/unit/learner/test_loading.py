@@ -115,7 +115,7 @@ def test_two_ranks_read_half_of_it_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.more_but("True")
+@pytest.mark.more
 def test_a_stage_reads_its_own_layers_and_a_tied_table_at_both_ends(tied: bool, tmp_path: Path) -> None:
     config = saved(tmp_path, tie_word_embeddings=tied)
     read = run_ranks(job, 2, config, {"pipeline_parallel_size": 2}, AlgorithmConfig(kl="loss", beta=0.1))
