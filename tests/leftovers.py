@@ -86,6 +86,8 @@ def _unused(before: set[Path]) -> list[Path]:
     used = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
+            if "multiprocessing.resource_tracker" in " ".join(process.cmdline()) and process.ppid() != os.getpid():
+                return []  # of another program of this user, whose memory has no other sign
             used |= {file.path for file in process.memory_maps()} | {file.path for file in process.open_files()}
     return [path for path in new if str(path) not in used and path.exists()]
 

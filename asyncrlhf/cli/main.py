@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
@@ -12,10 +11,11 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
 from asyncrlhf import __version__
-from asyncrlhf.errors import AsyncRLHFError, ConfigError, full_disk
+from asyncrlhf.cli.parser import Parser
+from asyncrlhf.errors import AsyncRLHFError, full_disk
 from asyncrlhf.garbage import rare_collections
 from asyncrlhf.redaction import redact
 from asyncrlhf.validation import did_you_mean, typed_path
@@ -41,19 +41,14 @@ USAGE = """asyncrlhf: asynchronous off-policy RLHF
   asyncrlhf simulate --from RUN    predict a run changed by the overrides, on the virtual clock
   asyncrlhf profile [overrides]    measure the costs of this machine and model; --from RUN: from a run's records
   asyncrlhf bench NAME             checkpoint, control_plane, fusion, generation, overlap, pacing, replicas, soak,
-                                   straggler, trl, weights
+                                   straggler, templates, trl, weights
   asyncrlhf doctor [overrides]     check whether this machine can run `train` with these overrides
 
 Exit codes: 0 done, 1 a run failed, 2 wrong config or input, 130 interrupted."""
 
 
 def _report(arguments: Sequence[str]) -> int:
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            """Print one sentence about the error instead of a usage text."""
-            raise ConfigError(f"report: {message}; write asyncrlhf report RUN [RUN ...] [--out FOLDER].")
-
-    parser = Parser(prog="asyncrlhf report")
+    parser = Parser("report", "Draws the curves of one run or several.")
     parser.add_argument("runs", nargs="+", type=typed_path, help="run directories")
     parser.add_argument("--out", type=typed_path, default=None, help="folder of the report (several runs: ./report)")
     options = parser.parse_args(list(arguments))

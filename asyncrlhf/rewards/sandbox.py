@@ -1,6 +1,6 @@
 """A user's reward function in a separate process: if it hangs or kills its process, a rollout fails, not the worker.
 
-It protects from accidents, not from malice: the function runs with the worker's rights and files (:mod:`.limits`).
+It protects from accidents, not from malice: the function runs with the worker's rights and files (docs/security.md).
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from asyncrlhf.errors import ConfigError, RewardError
+from asyncrlhf.redaction import is_secret, redact
 from asyncrlhf.rewards.guard import WrongCountError
-from asyncrlhf.rewards.limits import descendants, environment
 from asyncrlhf.rewards.reward import LateError, Logged, RewardSource, Score, columns_of, late
 from asyncrlhf.rewards.reward_config import SandboxConfig
 from asyncrlhf.scratch import Scratch
@@ -184,6 +185,23 @@ class _Child:
 
     def close(self) -> None:
         self._finalizer()
+
+
+def environment(config: SandboxConfig, variables: Mapping[str, str]) -> dict[str, str]:
+    """``variables`` without those that hold secrets, by their name or by credentials in their value, unless
+    ``reward.sandbox.env`` lists them."""
+    hidden = (name for name, value in variables.items() if is_secret(name) or redact(value) != value)
+    left_out = set(hidden) - set(config.env)
+    return {name: value for name, value in variables.items() if name not in left_out}
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Processes below ``pid``, as far as the system tells."""
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError, ValueError):  # ended meanwhile
+            for child in map(int, file.read_text().split()):
+                yield child
+                yield from descendants(child)
 
 
 def _end(process: subprocess.Popen[bytes], connection: Connection, scratch: Scratch) -> None:

@@ -187,4 +187,6 @@ def test_the_correction_reaches_the_learner(
 @pytest.mark.parametrize("preset", ["fifo", "freshest", "replay", "priority", "fresh_replay"])
 @pytest.mark.more_but("replay", "priority")
 def test_buffer_presets_run_under_the_default_bound(tmp_path: Path, preset: str) -> None:
-    run(tmp_path, *FAKE, "steps=30", f"buffer={preset}", "generator.replicas=2").assert_ledger_whole()
+    done = run(tmp_path, *FAKE, "steps=30", f"buffer={preset}", "generator.replicas=2")
+    done.assert_ledger_whole()
+    assert (done.trained.staleness <= 2).all()

@@ -21,8 +21,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from asyncrlhf.learner.ranks.distributed import Shards
-from asyncrlhf.learner.ranks.spans import Part
+from asyncrlhf.learner.ranks import Part, Shards
 from asyncrlhf.transport.build_transport import build_receiver, build_sender, lay_out
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.transport.receiver import WeightReceiver

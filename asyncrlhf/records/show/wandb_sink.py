@@ -12,9 +12,8 @@ from typing import Any
 import psutil
 import pyarrow.parquet as pq
 
-from asyncrlhf.config.environment_config import LoggingConfig
 from asyncrlhf.records.show.metric_names import titled
-from asyncrlhf.records.show.sink import RunFacts
+from asyncrlhf.records.show.sinks import RunFacts
 from asyncrlhf.records.write.checkpoint import LEARNER_FOLDER, list_checkpoints
 from asyncrlhf.records.write.recorder import ROLLOUTS_FOLDER
 from asyncrlhf.redaction import redact
@@ -36,20 +35,20 @@ class WandbSink:
     ``total/tokens`` and ``time/wall_time`` are logged too and may be chosen as axes.
     """
 
-    def __init__(self, logging: LoggingConfig) -> None:
-        self._logging = logging
+    def __init__(self) -> None:
         self._run: Any = None
         self._wandb: Any = None
         self._defined: set[str] = {"step"}
         self._unreached = False
         self._log_read = 0  # bytes of W&B's own log
         self._scratch: Scratch | None = None
+        self._parts_seen: set[str] = set()  # Parquet files of rollouts
 
     def start(self, run: RunFacts) -> None:
         import wandb  # a second of imports that a run without W&B need not pay
 
         self._wandb, self._table, self._error, self._facts = wandb, wandb.Table, wandb.Error, run
-        self._tables = _NewParts(run.run_dir / ROLLOUTS_FOLDER, self._logging.wandb_completions)
+        self._logging = run.logging
         self._scratch = Scratch(SCRATCH)
         with self._scratch.of_processes():
             self._open(run, wandb)
@@ -151,7 +150,13 @@ class WandbSink:
     def _log_completions(self, run: Any, step: int | None = None) -> None:
         """A table of the first rollouts of the newest Parquet file, if there is a new one. W&B asks its server about a
         table, and waits or fails without one: the metrics are logged before, and no table while it is not reached."""
-        if self._unreached or not (rows := self._tables.newest()):
+        if self._unreached or not self._logging.wandb_completions:
+            return
+        parts = sorted((self._facts.run_dir / ROLLOUTS_FOLDER).glob("part-*.parquet"))
+        new = [path for path in parts if path.name not in self._parts_seen]
+        self._parts_seen |= {path.name for path in new}
+        rows = list(_cells(new[-1], self._logging.wandb_completions)) if new else []
+        if not rows:
             return
         try:
             run.log({"completions": self._table(columns=list(COMPLETION_COLUMNS), data=rows)}, step=step)
@@ -198,22 +203,6 @@ class WandbSink:
 
     def _how_to_send(self) -> str:
         return f"nothing is lost: {self._sync} sends it later."
-
-
-class _NewParts:
-    """The Parquet files of a run's rollouts, each read once."""
-
-    def __init__(self, folder: Path, rows: int) -> None:
-        self._folder, self._rows = folder, rows
-        self._seen: set[str] = set()
-
-    def newest(self) -> list[list[Any]]:
-        """Some rows of the newest file since the last call, as table cells; empty without a new one."""
-        if not self._rows:
-            return []
-        new = [path for path in sorted(self._folder.glob("part-*.parquet")) if path.name not in self._seen]
-        self._seen |= {path.name for path in new}
-        return list(_cells(new[-1], self._rows)) if new else []
 
 
 def _cells(path: Path, rows: int) -> Iterator[list[Any]]:

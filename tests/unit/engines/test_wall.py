@@ -128,6 +128,7 @@ def test_the_context_is_the_models_own_limit() -> None:
         "mpt": 128, "gptj": 128, "opt": 128, "mistral": 128,
     }  # fmt: skip
     assert [context_of(AutoConfig.for_model(name)) for name in ("mamba", "bloom")] == [DEFAULT_CONTEXT] * 2
+    assert context_of(AutoConfig.for_model("gemma3", text_config={"max_position_embeddings": 77})) == 77
 
 
 # Faults that are planted into passes which are right without them.

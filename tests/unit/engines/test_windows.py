@@ -15,7 +15,6 @@ from asyncrlhf.engines.hf.forward import SlotPasses
 from asyncrlhf.engines.hf.hf_engine import HFEngine
 from asyncrlhf.engines.hf.layer_shapes import PROBE_NAME
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.models.checkpoint_folder import DEFAULT_CONTEXT, context_of
 from asyncrlhf.types import GenerationFailure, GenerationRequest, Rollout, SamplingParams
 from tests.numeric import assert_close
 from tests.unit.engines.test_hf import SIZES, make_requests, picked, run
@@ -250,7 +249,7 @@ def prefill_sizes(engine: HFEngine, requests: list[GenerationRequest]) -> list[i
 
 def cache_bytes(engine: HFEngine) -> list[int]:
     assert isinstance(engine._passes, SlotPasses)
-    return [group.nbytes for group in engine._passes._cache.groups]
+    return [group.nbytes for group in engine._passes.groups]
 
 
 def test_layers_with_a_window_keep_only_their_window() -> None:
@@ -271,11 +270,6 @@ def test_the_context_is_the_models_own_limit() -> None:
     assert isinstance(failure, GenerationFailure) and f"context of {CONTEXT}" in failure.error
     requests = make_requests(SamplingParams(CONTEXT - 20), [20])
     check(requests, run(engine, requests), [make_model("gemma3_text")])
-
-
-def test_the_context_of_configs_without_one_and_of_several_parts() -> None:
-    assert context_of(transformers.BloomConfig()) == DEFAULT_CONTEXT
-    assert context_of(transformers.Gemma3Config(text_config={"max_position_embeddings": 77})) == 77
 
 
 @pytest.mark.parametrize(

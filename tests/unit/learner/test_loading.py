@@ -17,13 +17,12 @@ from transformers import GraniteConfig
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner.model.forward import PackedPolicy
-from asyncrlhf.learner.ranks.distributed import barrier
+from asyncrlhf.learner.ranks import barrier
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
 from asyncrlhf.learner.settings.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.state.state_file import read_parts
 from asyncrlhf.learner.torch_backend import TorchBackend
-from asyncrlhf.models.blank_model import load_blank
-from asyncrlhf.models.pretrained import load_model
+from asyncrlhf.models.pretrained import load_blank, load_model
 from asyncrlhf.models.weight_files import WeightFiles
 from asyncrlhf.types import TrainBatch
 from tests.unit.learner.ranks import run_ranks

@@ -17,9 +17,8 @@ from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.models import text_copy
-from asyncrlhf.models.blank_model import load_blank
 from asyncrlhf.models.checkpoint_folder import load_tokenizer, named, resolve
-from asyncrlhf.models.pretrained import check_model, load_model
+from asyncrlhf.models.pretrained import check_model, load_blank, load_model
 from asyncrlhf.models.text_copy import put_back
 from tests.composites import FAMILIES, composite, save_composite
 from tests.loop import run

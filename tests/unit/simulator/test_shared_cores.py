@@ -12,9 +12,8 @@ from asyncrlhf.config.compose import load_config
 from asyncrlhf.planner.shapes import Workload
 from asyncrlhf.planner.tables import Fitted
 from asyncrlhf.records.write.recorder import read_metrics
-from asyncrlhf.simulator.cost_world import Conditions
+from asyncrlhf.simulator.cost_world import Conditions, Cores, SharedCores
 from asyncrlhf.simulator.given import cores_of
-from asyncrlhf.simulator.shared_cores import Cores, SharedCores
 from asyncrlhf.simulator.simulate import OVERRIDES, figures, simulate
 
 RUN = (
