@@ -119,10 +119,11 @@ def _call(module: str, function: str, arguments: Sequence[str]) -> int:
         return ended_by(error)
 
 
-def ended_by(error: Exception, where: str = "") -> int:
-    """Print one sentence about the error, after ``where``; returns the exit code."""
+def ended_by(error: Exception, where: str = "", folder: Path | None = None) -> int:
+    """Print one sentence about the error, after ``where``; returns the exit code. ``folder``: of the trace of an
+    unforeseen one, by default the temporary folder."""
     if not isinstance(error, AsyncRLHFError):
-        return _unforeseen(error, where)
+        return _unforeseen(error, where, folder)
     # Messages of other libraries, quoted in ours, may have several lines.
     said = full_disk(error) or " ".join(str(error).split())
     print(f"asyncrlhf: {printable(redact(where + said))}", file=sys.stderr)
@@ -134,14 +135,14 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def _unforeseen(error: Exception, where: str) -> int:
+def _unforeseen(error: Exception, where: str, folder: Path | None) -> int:
     """One sentence for an unforeseen error, of this package or of a user's code; the traceback goes to a file."""
     if full := full_disk(error):
         print(f"asyncrlhf: {redact(where + full)}", file=sys.stderr)
         return 1
     trace = getattr(error, "trace_file", None)  # of a run, which has written it to its own folder
     if trace is None:
-        trace = _trace_file("".join(traceback.format_exception(error)))
+        trace = _trace_file("".join(traceback.format_exception(error)), folder)
     first = next(iter(str(error).strip().splitlines()), "").rstrip(".")
     print(
         f"asyncrlhf: {redact(where)}{type(error).__name__}: {redact(first)}. The trace is in {trace}.", file=sys.stderr
@@ -149,9 +150,9 @@ def _unforeseen(error: Exception, where: str) -> int:
     return 1
 
 
-def _trace_file(trace: str) -> str:
-    """A new file in the temporary folder, which keeps this user's newest ``TRACES``."""
-    with tempfile.NamedTemporaryFile("w", prefix="asyncrlhf-error-", suffix=".txt", delete=False) as file:
+def _trace_file(trace: str, folder: Path | None) -> str:
+    """A new file in the folder, which keeps this user's newest ``TRACES``."""
+    with tempfile.NamedTemporaryFile("w", prefix="asyncrlhf-error-", suffix=".txt", dir=folder, delete=False) as file:
         file.write(redact(trace))
     with suppress(OSError):
         found = [

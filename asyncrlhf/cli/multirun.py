@@ -96,7 +96,7 @@ def _one_job(config: DictConfig, output: Path, end: dict[str, Any]) -> None:
         end["code"] = 130
         raise
     except Exception as error:  # it is this job's end and no other's
-        end["code"] = ended_by(error, f"{end['name']}: ")
+        end["code"] = ended_by(error, f"{end['name']}: ", output)
     finally:
         with suppress(OSError):
             output.rmdir()  # Hydra's folder, empty if the job did not start

@@ -8,11 +8,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +26,7 @@ from asyncrlhf.redaction import is_secret, redact
 from asyncrlhf.rewards.guard import WrongCountError
 from asyncrlhf.rewards.reward import LateError, Logged, RewardSource, Score, columns_of, late
 from asyncrlhf.rewards.reward_config import SandboxConfig
+from asyncrlhf.scratch import Scratch
 from asyncrlhf.types import Rollout
 
 START_SECONDS = 120.0  # for the imports of the user's module
@@ -35,6 +34,7 @@ STANDARD_ERROR = 2
 LOOK_SECONDS = 0.05  # between two counts of a function's processes
 GUARDS = 1  # processes of ours below it
 ANSWER_BYTES = 64 << 20
+FOLDER = "asyncrlhf-function-"  # in the temporary folder, prefix of the functions' own folders
 MOST_ENDED = 10_000  # limit of processes ended at once, because a function may start them endlessly
 
 
@@ -116,7 +116,8 @@ class _Child:
     def __init__(self, target: str, key: str, limits: SandboxConfig) -> None:
         self._connection, theirs = multiprocessing.Pipe()
         self._limits = limits
-        folder = tempfile.mkdtemp(prefix="asyncrlhf-function-")  # removed with the process, also by its guard
+        scratch = Scratch(FOLDER)
+        folder = str(scratch.path)
         # What this process can import, the child can.
         paths = os.pathsep.join(path for path in sys.path if path)
         variables = {**environment(limits, os.environ), "PYTHONPATH": paths, "TMPDIR": folder}
@@ -130,7 +131,7 @@ class _Child:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # so that it can be ended with all its children, and does not get Ctrl-C
             )
-        self._finalizer = weakref.finalize(self, _end, self._process, self._connection, folder)
+        self._finalizer = weakref.finalize(self, _end, self._process, self._connection, scratch)
         try:
             started = self.receive(START_SECONDS)
         except (TimeoutError, EOFError, OSError) as error:
@@ -203,7 +204,7 @@ def descendants(pid: int) -> Iterator[int]:
                 yield from descendants(child)
 
 
-def _end(process: subprocess.Popen[bytes], connection: Connection, folder: str) -> None:
+def _end(process: subprocess.Popen[bytes], connection: Connection, scratch: Scratch) -> None:
     connection.close()
     if process.poll() is None:
         # Those that left its group first, while they are still to be found below it.
@@ -213,4 +214,4 @@ def _end(process: subprocess.Popen[bytes], connection: Connection, folder: str) 
         # Its session is one process group, so the function's children end with it.
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    shutil.rmtree(folder, ignore_errors=True)
+    scratch.close()

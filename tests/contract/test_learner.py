@@ -124,6 +124,7 @@ def test_score_is_the_log_prob_at_temperature_one(make: Make) -> None:
         assert_close(found, expected.numpy(), atol=FLOAT32)
 
 
+@pytest.mark.more_but("torch", "zero3")
 def test_a_critic_elsewhere_gives_the_values_of_the_learners_own(make: Make) -> None:
     """From its tensors alone, after it has learned; who shards it cannot hand it out and is refused by the config."""
     learner, batch = make(ALGORITHMS["ppo with KL"], critic_learning_rate=1e-2), random_batch()
@@ -143,6 +144,7 @@ def test_a_critic_elsewhere_gives_the_values_of_the_learners_own(make: Make) -> 
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.more_but(every=5)
 def test_steps_move_the_weights_and_resume_goes_on_bit_for_bit(make: Make, tmp_path: Path, name: str) -> None:
     """From a checkpoint whose model is one of transformers."""
     options = {"lr_schedule": "cosine", "warmup_steps": 2}
@@ -168,6 +170,7 @@ def test_steps_move_the_weights_and_resume_goes_on_bit_for_bit(make: Make, tmp_p
     assert all(torch.equal(expected[key], tensor) for key, tensor in resumed.parameters().items())
 
 
+@pytest.mark.more_but("torch", "zero3")
 def test_a_checkpoint_that_does_not_fit_is_refused(make: Make, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is missing"):
         make().load(tmp_path)

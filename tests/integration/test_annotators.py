@@ -162,6 +162,7 @@ def test_what_a_worker_sends_is_its_arrays_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.more_but(every=3)
 def test_a_rollout_that_fails_or_kills_its_worker_is_one_failure_and_its_neighbours_are_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -184,6 +185,7 @@ def test_when_all_fail_the_run_ends_with_the_cause(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.more_but(every=3)
 def test_a_lost_worker_leaves_its_work_to_the_others_and_the_last_one_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

@@ -215,6 +215,7 @@ def test_report_draws_a_finished_run(finished: Path, here: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("trouble", [OSError("the disk is full"), ConfigError("nothing to draw.")])
+@pytest.mark.more_but(every=2)
 def test_a_report_that_fails_is_said_and_fails_nothing(
     trouble: Exception, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,6 +273,7 @@ def test_evaluate_a_run_with_nonsense(
     assert [word for word in words if word not in said] == [], said
 
 
+@pytest.mark.more
 def test_a_sweep_has_a_folder_a_job_and_the_worst_exit_code(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One job's reward function fails its probe; the others run to their end."""
     conf = here / "conf" / "experiment"

@@ -68,6 +68,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.more_but(every=3)
 def test_two_ranks_equal_one(two_ranks: list[dict[str, Any]], name: str) -> None:
     alone = train(name)
     for rank in two_ranks:

@@ -118,6 +118,7 @@ def test_shards_of_other_ranks_or_another_layout_are_refused(two_ranks: list[dic
 
 
 @pytest.mark.parametrize("stage", [s if s in (0, 3) else pytest.param(s, marks=pytest.mark.thorough) for s in STAGES])
+@pytest.mark.more_but("0")
 def test_bfloat16_keeps_float32_masters_and_comes_close(stage: int) -> None:
     options = {"learning_rate": 1e-5, "max_grad_norm": 0.0, "token_budget": 40}
     exact = curve(build(**options), batches(1))[0]

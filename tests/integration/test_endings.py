@@ -170,6 +170,7 @@ CLOSES = {
         ("the parts", asyncio.CancelledError),
     ],
 )
+@pytest.mark.more_but(every=3)
 def test_clean_up_that_fails_or_is_cancelled_hides_no_cause(
     what: str, error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -215,6 +216,7 @@ def test_traces_of_errors_outside_a_run_stay_few(
     assert any(last.endswith(f"The trace is in {name}.") for name in left), last
 
 
+@pytest.mark.more
 def test_a_terminal_that_closes_ends_no_run(tmp_path: Path) -> None:
     options = " ".join((*FAKE, "runtime=local", "steps=4", "logging.wandb=disabled", "logging.progress=plain"))
     command = f"{sys.executable} -m asyncrlhf train {options} run_dir={tmp_path}/run | head -1; exit ${{PIPESTATUS[0]}}"

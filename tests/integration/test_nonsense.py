@@ -254,6 +254,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("typed", "words"), CASES, ids=[ascii(typed)[1:70] for typed, _ in CASES])
+@pytest.mark.more_but(every=4)
 def test_nonsense_is_one_sentence_and_nothing_starts(
     typed: str, words: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,7 @@ def test_a_long_plan_says_how_far_it_is_and_a_short_one_says_nothing(capsys: pyt
     assert capsys.readouterr().err == "2 of at most 40 runs are simulated; the shortest step so far takes 0.2 s.\n"
 
 
+@pytest.mark.more_but(every=3)
 def test_a_run_too_short_for_costs_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = ["runtime=local", "steps=12", "batch_size=16", "num_generations=4", "task.heldout_size=8", "logging=quiet"]
     train(load_config([*run, "generator.engine=fake", f"run_dir={tmp_path}/run"]))
@@ -134,6 +135,7 @@ def test_two_groups_of_devices_name_the_nodes_of_each_side(tmp_path: Path) -> No
         {"learner.backend": "deepspeed", "learner.zero_stage": 2, "learner.sequence_parallel_size": 2},
     ],
 )  # fmt: skip
+@pytest.mark.more_but(every=4)
 def test_a_learner_may_have_more_ranks_than_a_batch_has_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: dict[str, Any]
 ) -> None:

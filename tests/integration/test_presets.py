@@ -15,6 +15,7 @@ PRESETS = sorted(path.stem for path in (conf_folder() / "algorithm").glob("*.yam
 
 
 @pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.more_but("asymre", "best_of_n", "grpo", "gspo", "online_dpo", "opmd", "ppo", "rloo", "topr", "vtrace")
 def test_preset_trains(tmp_path: Path, preset: str) -> None:
     done = run(tmp_path, *FAKE, f"algorithm={preset}", "steps=2", "async.mode=one_step")
     done.assert_ledger_whole()
@@ -37,6 +38,7 @@ def plain_loss(tmp_path_factory: pytest.TempPathFactory) -> float:
 @pytest.mark.parametrize(
     ("place", "estimator"), [("reward", "auto"), ("reward", "k1"), ("loss", "auto"), ("loss", "k1"), ("loss", "k3")]
 )
+@pytest.mark.more_but(every=2)
 def test_kl_is_counted_where_it_is_put(tmp_path: Path, plain_loss: float, place: str, estimator: str) -> None:
     kl = ("algorithm.beta=0.5", f"algorithm.kl={place}", f"algorithm.kl_estimator={estimator}")
     held = run(tmp_path, *COMMON, *kl)

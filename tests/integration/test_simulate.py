@@ -62,6 +62,7 @@ def costs_of(generation: float, training: float) -> Fitted:
         (1.6, 3, 1),
     ],
 )
+@pytest.mark.more_but(every=2)
 def test_closed_forms_hold_on_the_real_controller(tmp_path: Path, ratio: float, bound: int, siblings: int) -> None:
     generation, training = (1.227, 1.227 * ratio) if ratio < 1 else (1.964 / ratio, 1.964)
     algorithm = "reinforce_pp" if siblings == 1 else "grpo"
@@ -97,6 +98,7 @@ def test_the_same_seed_gives_the_same_records(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.more
 def test_the_share_of_dropped_rollouts_is_counted(tmp_path: Path) -> None:
     """Lag 1 with one straggling replica in two: what it makes comes too late."""
     given = ("num_generations=4", "generator.replicas=2", "generator.slots=64", "async.max_staleness=1")
@@ -105,6 +107,7 @@ def test_the_share_of_dropped_rollouts_is_counted(tmp_path: Path) -> None:
     assert dropped > 0 and found["dropped_share"] == pytest.approx(dropped / trained, rel=0.3)
 
 
+@pytest.mark.more
 def test_long_responses_that_were_dropped_in_flight_are_not_forgotten(tmp_path: Path) -> None:
     """Of a hundred responses two take too long for the bound: no finished rollout shows it, only the dropped ones."""
     given = ("async.max_staleness=2", "num_generations=4", "batch_size=16", "generator.slots=16")

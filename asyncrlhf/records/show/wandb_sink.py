@@ -17,12 +17,14 @@ from asyncrlhf.records.show.sinks import RunFacts
 from asyncrlhf.records.write.checkpoint import LEARNER_FOLDER, list_checkpoints
 from asyncrlhf.records.write.recorder import ROLLOUTS_FOLDER
 from asyncrlhf.redaction import redact
+from asyncrlhf.scratch import Scratch
 
 _ID_FILE = "run-id.txt"
 _QUIET: dict[str, Any] = {"silent": True, "console": "off", "save_code": False}
 INIT_TIMEOUT = 20.0  # seconds that it may try to reach its server at a run's start
 FINISH_TIMEOUT = 60.0  # seconds that W&B's own process may send after a run's end
 _TRYING_AGAIN = (b"retrying", b"giving up")  # of W&B's own log, when it does not reach its server
+SCRATCH = "asyncrlhf-wandb-"  # the folder of the files of W&B's own processes, which they leave behind
 COMPLETION_COLUMNS = ("prompt", "response", "reward", "staleness", "consumed_at_version", "state", "extra")
 
 
@@ -39,6 +41,7 @@ class WandbSink:
         self._defined: set[str] = {"step"}
         self._unreached = False
         self._log_read = 0  # bytes of W&B's own log
+        self._scratch: Scratch | None = None
         self._parts_seen: set[str] = set()  # Parquet files of rollouts
 
     def start(self, run: RunFacts) -> None:
@@ -46,6 +49,11 @@ class WandbSink:
 
         self._wandb, self._table, self._error, self._facts = wandb, wandb.Table, wandb.Error, run
         self._logging = run.logging
+        self._scratch = Scratch(SCRATCH)
+        with self._scratch.of_processes():
+            self._open(run, wandb)
+
+    def _open(self, run: RunFacts, wandb: Any) -> None:
         mode = self._logging.wandb
         wandb.setup(wandb.Settings(**{**_QUIET, "mode": mode}))
         if mode == "online" and not wandb.login(prompt=False, verify=False):
@@ -92,6 +100,7 @@ class WandbSink:
         finally:
             if wandb is not None:
                 wandb.teardown()
+            self._clear()
 
     def abandon(self) -> None:
         """Kill W&B's own processes, which no longer answer: the thread that waits for them then gets an error."""
@@ -99,6 +108,11 @@ class WandbSink:
             with suppress(psutil.NoSuchProcess):
                 if child.name().startswith("wandb-"):
                     child.kill()
+        self._clear()
+
+    def _clear(self) -> None:
+        if self._scratch is not None:
+            self._scratch.close()
 
     def _init(self, mode: str) -> Any:
         facts, logging = self._facts, self._logging

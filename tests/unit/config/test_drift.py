@@ -86,6 +86,7 @@ def test_the_documentation_shows_every_rule() -> None:
         ),
     ],
 )
+@pytest.mark.more_but(every=4)
 def test_a_changed_setting_is_decided(before: tuple[str, ...], now: tuple[str, ...], key: str, decision: str) -> None:
     assert changes(before, now)[key].decision == decision
 

@@ -98,6 +98,7 @@ def check(requests: list[GenerationRequest], done: dict[int, Rollout], models: l
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.more_but(every=3)
 def test_every_logit_equals_that_of_a_plain_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of three windows after prompts shorter and longer than one, siblings of both, and refilled slots."""
     requests = make_requests(SamplingParams(3 * WINDOW), [3, 1, 40, 9], siblings=3)
@@ -164,6 +165,7 @@ def test_siblings_whose_trimmed_writes_are_as_many_as_the_tokens() -> None:
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize("budget", [8192, 30])
+@pytest.mark.more_but(every=3)
 def test_a_recompute_in_flight(name: str, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a small budget the new prefills spread over several steps, in which other rows decode."""
     monkeypatch.setattr(slots, "PREFILL_TOKENS", budget)

@@ -54,6 +54,7 @@ def test_nonsense_is_refused_in_one_sentence(arguments: list[str], sentence: str
 
 
 @pytest.mark.usefixtures("ray_local")
+@pytest.mark.more
 def test_a_run_checks_what_arrives_and_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "result.json"
     result = study.run(["--sizes", "0.7M", "--repeats", "2", "--receivers", "1", "--out", str(out)])

@@ -73,6 +73,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.more_but(every=3)
 def test_microbatches_do_not_change_the_gradient(name: str) -> None:
     batch = random_batch(5, 3, seed=2, flat_groups=2)
     found = []

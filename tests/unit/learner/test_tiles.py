@@ -40,6 +40,7 @@ def attended(layout: PackedLayout, options: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("sizes", ["one tile", "small tiles", "small tiles, recomputed"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.more_but(every=4)
 def test_output_and_gradients_are_those_of_one_sequence_at_a_time(
     shape: str, kind: str, sizes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

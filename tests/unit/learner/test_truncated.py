@@ -61,6 +61,7 @@ def step(name: str, given: TrainBatch, budget: int = 10_000, reference: int = 0)
 
 
 @pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.more_but(every=6)
 def test_ratios_are_1_at_equal_weights(name: str) -> None:
     """Within 1e-5, what two float32 forward passes of different order leave of a log-prob."""
     metrics = step(name, batch())[1]
@@ -76,6 +77,7 @@ def test_ratios_are_1_at_equal_weights(name: str) -> None:
     assert 0.3 < metrics["truncation_mass"] < 0.9
 
 
+@pytest.mark.more_but(every=6)
 def test_without_the_sets_they_are_not() -> None:
     """The fault itself, so that the test above can fail."""
     metrics = step("decoupled_grpo", without_sets(batch()))[1]
@@ -139,6 +141,7 @@ def test_the_gradient_is_that_of_the_renormalised_policy() -> None:
 
 
 @pytest.mark.parametrize("name", ["decoupled_grpo", "vcpo", "ppo", "online_dpo", "impact", "m2po"])
+@pytest.mark.more_but(every=3)
 def test_microbatches_and_chunks_of_the_head_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gradient, metrics = step(name, batch(), reference=5)
     for budget, logits in ((40, 2**27), (1, 2**27), (10_000, 7 * VOCABULARY)):

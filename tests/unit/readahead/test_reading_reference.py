@@ -72,6 +72,7 @@ def assert_alike(found: Sequence[np.ndarray | str], expected: Sequence[np.ndarra
 @given(
     stories(), st.sampled_from([64, 128, 200, 4096]), st.integers(1, 80), st.integers(1, 6), st.sampled_from([0.7, 1.9])
 )
+@pytest.mark.more
 def test_logprobs_are_those_of_whole_rollouts_whatever_came_before(
     model: LlamaForCausalLM, story: Story, cache_tokens: int, budget: int, size: int, temperature: float
 ) -> None:

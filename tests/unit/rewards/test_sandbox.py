@@ -167,6 +167,7 @@ def greedy() -> Iterator[Scorer]:
         ("answers", "answered something else than scores"),
     ],
 )
+@pytest.mark.more_but(every=3)
 def test_what_takes_too_much_fails_alone_and_leaves_nothing(
     greedy: Scorer, completion: str, cause: str, tmp_path: Path
 ) -> None:

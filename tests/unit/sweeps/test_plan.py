@@ -135,6 +135,7 @@ def test_a_sweep_takes_up_what_was_done_and_names_what_changed(tmp_path: Path) -
     assert read_sweep(tmp_path)["jobs"][1]["state"] == "interrupted"
 
 
+@pytest.mark.more_but(every=4)
 def test_each_change_of_code_or_data_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
