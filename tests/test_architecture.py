@@ -423,7 +423,19 @@ def test_yaml_holds_only_known_keys(path: Path) -> None:
 MUTATORS = frozenset(
     (
         *("abandon", "add", "admit", "append", "begin", "cancel", "clear", "create_task", "discard", "drop", "end"),
-        *("evict", "extend", "fail", "insert", "notify", "pop", "popleft", "progressed", "purge", "put", "put_nowait"),
+        *(
+            "evict_stale",
+            "extend",
+            "fail",
+            "insert",
+            "notify",
+            "pop",
+            "popleft",
+            "progressed",
+            "purge",
+            "put",
+            "put_nowait",
+        ),
         *("release", "remove", "requeue", "reserve", "set_result", "start", "take", "touch", "update"),
     )
 )

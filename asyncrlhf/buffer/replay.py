@@ -21,7 +21,7 @@ from asyncrlhf.types import DropReason, Payload, RolloutGroup
 class ReplayBuffer:
     """Counts places by rollout: ``held + reserved <= capacity``; a place is reserved for each rollout in flight.
 
-    The order of calls in the step of version v: :meth:`evict`, :meth:`take`, :meth:`check_batch`. Deterministic: the
+    The order of calls in the step of version v: :meth:`evict_stale`, :meth:`take`, :meth:`check_batch`. Deterministic: the
     same groups in the same order of arrival and the same seed give the same batches; ``uniform`` and ``priority`` do
     not depend on the order of arrival.
     """
@@ -110,7 +110,7 @@ class ReplayBuffer:
         """Set the staleness bound in force; the settings' bound remains the maximum."""
         self._bound = min(bound, self._hard_bound)
 
-    def evict(self, version: int) -> list[RolloutGroup]:
+    def evict_stale(self, version: int) -> list[RolloutGroup]:
         """Remove the groups that may not train at ``version`` or later. A scheduled mode and ``downweight`` keep all.
 
         ``drop`` removes groups over the bound; ``mask`` only those without a token inside it; ``wait`` only those that

@@ -10,6 +10,7 @@ import signal
 from functools import wraps
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from asyncrlhf.cluster.local_runtime import LocalRuntime
 from asyncrlhf.errors import ReplicaError, StallError
 from asyncrlhf.orchestrator.learning.learn import LearnLoop
 from asyncrlhf.orchestrator.rollouts.heldout import HeldOut, Measured
+from asyncrlhf.orchestrator.state import RunState
+from asyncrlhf.orchestrator.supervisor import Supervisor
 from asyncrlhf.records.write import status
 from asyncrlhf.records.write.run_lock import RunLock
 from tests.loop import FAKE, meddle, run
@@ -303,6 +306,13 @@ def test_the_status_of_a_process_that_is_gone_frozen_or_blocked(
     assert "process 7 on h is gone, without a summary: it was killed 1 min 30 s ago" in told(tmp_path, capsys)
     (tmp_path / status.STATUS_FILE).unlink()
     assert "its process ended without a summary" in told(tmp_path, capsys)
+
+
+def test_before_the_first_progress_nothing_has_stood_still() -> None:
+    """The clock of a machine that has been up for hours says nothing of a run that is only starting."""
+    starting: Any = SimpleNamespace(now=lambda: 16228.4, last_progress=RunState.last_progress)
+    nothing: Any = None
+    assert Supervisor(starting, nothing, nothing, (), tuple).still == 0.0
 
 
 def test_a_folder_that_is_no_run_has_no_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

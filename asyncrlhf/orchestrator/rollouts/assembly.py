@@ -138,7 +138,7 @@ class Assembly:
             if refused is not None:
                 self._give_up(whole, refused, None)
             elif self._state.config.async_.over_stale == "mask":
-                self.evict()  # a straggler without one token inside the bound: no step may come that would evict it
+                self.evict_stale()  # a straggler without one token inside the bound: no step may come that would evict it
         self._state.progressed(self._state.batch if self._state.groups else self._state.changed)
 
     def _give_up(self, group: RolloutGroup, reason: DropReason, uses_left: int | None) -> None:
@@ -147,15 +147,15 @@ class Assembly:
         self._state.gate.release(uses_left)
         self._state.room.notify()
 
-    def evict(self) -> None:
+    def evict_stale(self) -> None:
         """File the groups that the buffer removes because they cannot train at the present version and bound."""
         state = self._state
         state.buffer.set_bound(state.bound)
-        self._file(state.buffer.evict(state.version))
+        self._file(state.buffer.evict_stale(state.version))
 
     def retire(self) -> set[int]:
         """File the groups that could only be consumed over the bound; returns the ids of unfinished rollouts."""
-        self.evict()
+        self.evict_stale()
         state = self._state
         if state.scheduled or state.config.async_.over_stale != "drop":
             return set()

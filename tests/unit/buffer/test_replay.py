@@ -196,23 +196,23 @@ def test_warm_up_and_want_of_replay_are_filled_with_fresh_groups() -> None:
 
 def test_max_age_holds_for_what_was_trained_only() -> None:
     buffer = trained_once(max_age=2)
-    assert buffer.evict(2) == []
-    gone = buffer.evict(3)
+    assert buffer.evict_stale(2) == []
+    gone = buffer.evict_stale(3)
     assert [(e.group_id, e.uses_left) for e in gone] == [
         (0, 0),
         (1, 0),
         (2, 0),
     ]
-    assert [(e.group_id, e.uses_left) for e in buffer.evict(6)] == [(3, 1), (4, 1), (5, 1)]
+    assert [(e.group_id, e.uses_left) for e in buffer.evict_stale(6)] == [(3, 1), (4, 1), (5, 1)]
 
 
 def test_replay_leaves_half_of_the_buffer_to_fresh_groups() -> None:
     buffer = make_buffer(2, capacity=8, replay_fraction=1.0, max_reuse=9, flow={"max_staleness": 9})
     fill(buffer, make_group(0), make_group(1))
-    assert take_ids(buffer, 0) == [0, 1] and buffer.evict(1) == []
+    assert take_ids(buffer, 0) == [0, 1] and buffer.evict_stale(1) == []
     fill(buffer, make_group(2, low=1))
     assert take_ids(buffer, 1) == [0, 2]
-    assert [(e.group_id, e.uses_left) for e in buffer.evict(2)] == [(0, 0)]
+    assert [(e.group_id, e.uses_left) for e in buffer.evict_stale(2)] == [(0, 0)]
     assert buffer.free == 4
 
 
@@ -274,7 +274,7 @@ def test_a_smaller_bound_is_met_as_configured(over_stale: str) -> None:
     buffer = make_buffer(1, sampling=sampling, flow={"max_staleness": 4, "over_stale": over_stale})
     fill(buffer, make_group(0, low=1), make_group(1, low=1, high=3), make_group(2, low=3))
     buffer.set_bound(1)
-    gone = [e.group_id for e in buffer.evict(3)]
+    gone = [e.group_id for e in buffer.evict_stale(3)]
     taken = buffer.take(3)
     assert taken is not None
     buffer.check_batch(3, taken)
@@ -294,8 +294,8 @@ def test_a_smaller_bound_is_met_as_configured(over_stale: str) -> None:
 def test_drop_evicts_over_the_bound_only() -> None:
     buffer = make_buffer(flow={"max_staleness": 2})
     fill(buffer, make_group(0, low=0, high=3), make_group(1, low=1), make_group(2, low=3))
-    assert buffer.evict(2) == []
-    gone = buffer.evict(3)
+    assert buffer.evict_stale(2) == []
+    gone = buffer.evict_stale(3)
     assert [(e.group_id, e.uses_left) for e in gone] == [(0, 1)]
     assert take_ids(buffer, 3) == [1, 2]
 
@@ -309,7 +309,7 @@ def test_take_leaves_what_evict_would_remove() -> None:
 def test_mask_keeps_groups_with_a_fresh_token() -> None:
     buffer = make_buffer(flow={"max_staleness": 2, "over_stale": "mask"})
     fill(buffer, make_group(0, low=0, high=1), make_group(1, low=0, high=3), make_group(2, low=5))
-    assert [e.group_id for e in buffer.evict(5)] == [0]
+    assert [e.group_id for e in buffer.evict_stale(5)] == [0]
     taken = buffer.take(5)
     assert taken is not None
     assert [(t.group_id, t.rollouts[0].masked_before_version, t.rollouts[0].weight) for t in taken] == [
@@ -324,14 +324,14 @@ def test_a_batch_whose_step_is_under_way_is_not_evicted() -> None:
     flow = {"max_staleness": 2, "over_stale": "mask"}
     buffer = make_buffer(1, replay_fraction=1.0, max_reuse=3, max_age=1, flow=flow)
     fill(buffer, make_group(0, low=0, high=3))
-    assert take_ids(buffer, 3) == [0] and buffer.evict(3) == []
-    assert [e.group_id for e in buffer.evict(4)] == [0]
+    assert take_ids(buffer, 3) == [0] and buffer.evict_stale(3) == []
+    assert [e.group_id for e in buffer.evict_stale(4)] == [0]
 
 
 def test_downweight_shrinks_with_the_staleness_over_the_bound() -> None:
     buffer = make_buffer(3, flow={"max_staleness": 1, "over_stale": "downweight"})
     fill(buffer, make_group(0, low=0), make_group(1, low=4), make_group(2, low=5))
-    assert buffer.evict(5) == []
+    assert buffer.evict_stale(5) == []
     taken = buffer.take(5)
     assert taken is not None
     assert [t.rollouts[0].weight for t in taken] == [pytest.approx(2 / 6), 1.0, 1.0]
@@ -375,7 +375,7 @@ def test_reuse() -> None:
     assert buffer.held == 0
     fill(buffer, make_group(2, low=4))
     assert take_ids(buffer, 4) == [2]
-    assert [(e.group_id, e.uses_left) for e in buffer.evict(8)] == [(2, 1)]
+    assert [(e.group_id, e.uses_left) for e in buffer.evict_stale(8)] == [(2, 1)]
 
 
 def test_zero_spread_groups_are_refused_and_their_places_freed() -> None:

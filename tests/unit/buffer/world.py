@@ -341,11 +341,11 @@ class World:
             self.shrunk_at = self.version
         self.limit = bound
         self.journal.note("bound", bound=bound)
-        self.evict()
+        self.evict_stale()
 
     def evict(self) -> None:
         self.buffer.set_bound(self.limit)
-        self.file(self.buffer.evict(self.version))
+        self.file(self.buffer.evict_stale(self.version))
 
     def purge(self) -> None:
         """The buffer is emptied of what is older than the published weights."""
@@ -379,7 +379,7 @@ class World:
 
     def take(self) -> bool:
         """The learner gets its batch, if there is one."""
-        self.evict()
+        self.evict_stale()
         pool = [i for i in self.buffered if self.uses[i]]
         taken = self.buffer.take(self.version, [group.oldest() for group in self.open.values()])
         if taken is None:
@@ -417,7 +417,7 @@ class World:
         self.version += 1
         self.journal.note("step", step=self.version)
         self.publish_due |= self.version % self.setting.publish_every == 0
-        self.evict()
+        self.evict_stale()
 
     def check_replay(self, taken: list[RolloutGroup], pool: int) -> None:
         again = [t for t in taken if self.uses[t.group_id]]
