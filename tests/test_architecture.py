@@ -422,21 +422,10 @@ def test_yaml_holds_only_known_keys(path: Path) -> None:
 # Methods that change something, by name: what waits calls none of them in its condition.
 MUTATORS = frozenset(
     (
-        *("abandon", "add", "admit", "append", "begin", "cancel", "clear", "create_task", "discard", "drop", "end"),
-        *(
-            "evict_stale",
-            "extend",
-            "fail",
-            "insert",
-            "notify",
-            "pop",
-            "popleft",
-            "progressed",
-            "purge",
-            "put",
-            "put_nowait",
-        ),
-        *("release", "remove", "requeue", "reserve", "set_result", "start", "take", "touch", "update"),
+        *("abandon", "add", "admit", "append", "begin", "cancel", "clear", "create_task", "discard", "drop"),
+        *("end", "evict_stale", "extend", "fail", "insert", "notify", "pop", "popleft", "progressed", "purge"),
+        *("put", "put_nowait", "release", "remove", "requeue", "reserve", "set_result", "start", "take"),
+        *("touch", "update"),
     )
 )
 # Calls that wait for a disk. The run's own classes and methods that do are named too.

@@ -21,9 +21,9 @@ from asyncrlhf.types import DropReason, Payload, RolloutGroup
 class ReplayBuffer:
     """Counts places by rollout: ``held + reserved <= capacity``; a place is reserved for each rollout in flight.
 
-    The order of calls in the step of version v: :meth:`evict_stale`, :meth:`take`, :meth:`check_batch`. Deterministic: the
-    same groups in the same order of arrival and the same seed give the same batches; ``uniform`` and ``priority`` do
-    not depend on the order of arrival.
+    The order of calls in the step of version v: :meth:`evict_stale`, :meth:`take`, :meth:`check_batch`. Deterministic:
+    the same groups in the same order of arrival and the same seed give the same batches; ``uniform`` and ``priority``
+    do not depend on the order of arrival.
     """
 
     def __init__(

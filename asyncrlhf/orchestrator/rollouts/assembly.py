@@ -138,7 +138,7 @@ class Assembly:
             if refused is not None:
                 self._give_up(whole, refused, None)
             elif self._state.config.async_.over_stale == "mask":
-                self.evict_stale()  # a straggler without one token inside the bound: no step may come that would evict it
+                self.evict_stale()  # a straggler without one token inside the bound: maybe no step follows
         self._state.progressed(self._state.batch if self._state.groups else self._state.changed)
 
     def _give_up(self, group: RolloutGroup, reason: DropReason, uses_left: int | None) -> None:
