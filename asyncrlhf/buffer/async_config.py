@@ -61,17 +61,13 @@ class AsyncConfig:
     )
     ess_floor: float = setting(
         0.5,
-        "adaptive=true halves the bound if the effective sample size (share of the batch, mean over adapt_every "
-        "steps) is lower.",
+        "adaptive=true halves the bound if the effective sample size (share of the batch, mean over five "
+        "steps) is lower; four higher means in a row raise it by one.",
         low=0,
         high=1,
         exclusive_low=True,
     )
     min_staleness: int = setting(0, "Smallest bound, in learner steps, that adaptive=true may set.", low=0)
-    adapt_every: int = setting(5, "Learner steps between two decisions of adaptive=true.", low=1)
-    adapt_patience: int = setting(
-        4, "Consecutive means above the floor before adaptive=true raises the bound by one.", low=1
-    )
 
     def __post_init__(self) -> None:
         check_settings("async", self)

@@ -66,7 +66,16 @@ class RunConfig:
         low=1, high=MONTH,
     )  # fmt: skip
     max_failure_fraction: float = setting(
-        0.5, "Largest share of failures among the last batch_size rollouts; above it the run ends.", low=0, high=1
+        0.5,
+        "Largest share of failures among the last batch_size rollouts, above which the run ends; 0: at the first.",
+        low=0,
+        high=1,
+    )
+    max_restarts: int = setting(
+        3,
+        "Restarts of a part that dies: of a replica in all, of a worker in a row, of the learner without a step in "
+        "between; after them the others do its work, or the run ends.",
+        low=0,
     )
     model: ModelConfig = group(ModelConfig, "The checkpoint that training starts from.")
     task: TaskConfig = group(TaskConfig, "Where prompts come from.")
@@ -127,7 +136,7 @@ class RunConfig:
     @property
     def reference_served(self) -> bool:
         """Whether separate workers compute the reference's log-probs; only if the algorithm needs them."""
-        return self.reference.where == "service" and self.algorithm.needs_reference
+        return self.reference.workers > 0 and self.algorithm.needs_reference
 
     @property
     def reward_reads_ahead(self) -> bool:
@@ -143,7 +152,7 @@ class RunConfig:
     @property
     def critic_served(self) -> bool:
         """Whether separate workers compute the critic's old values; only if the algorithm has a critic."""
-        return self.critic.where == "service" and self.algorithm.needs_critic
+        return self.critic.workers > 0 and self.algorithm.needs_critic
 
     @property
     def offloads(self) -> bool:
@@ -265,7 +274,7 @@ def _check_routes(config: RunConfig) -> None:
         }
         if own.engine == "vllm":
             reported |= {
-                "vllm.enable_prefix_caching=false": own.vllm.enable_prefix_caching,
+                "vllm.engine_kwargs.enable_prefix_caching=false": own.vllm.shares_prompts,
                 f"vllm.pipeline_parallel_size={own.vllm.pipeline_parallel_size}": own.vllm.pipeline_parallel_size == 1,
                 f"stop={own.stop} with engine=vllm": not own.stop,
             }
@@ -281,8 +290,8 @@ def _check_routes(config: RunConfig) -> None:
 def _check_runtime(config: RunConfig) -> None:
     check(
         not (config.critic_served and config.learner.sharded),
-        f"critic.where=service does not work with {config.learner.layout}, which leaves no rank a whole critic to "
-        "hand to the workers; allowed: critic.where=learner.",
+        f"critic.workers={config.critic.workers} does not work with {config.learner.layout}, which leaves no rank a whole "
+        "critic to hand to the workers; allowed: critic.workers=0.",
     )
     growing = any(kind.config.max_replicas for kind in replica_kinds(config.generator))
     check(

@@ -134,8 +134,7 @@ class TaskConfig:
         "",
         "kind=prompts: the dataset's split for evaluation; empty: up to a tenth of the texts is held out.",
     )
-    streaming: bool = setting(False, "kind=prompts: reads rows on demand, shuffled within shuffle_buffer rows.")
-    shuffle_buffer: int = setting(1000, "streaming=true: rows in the shuffle buffer.", low=1)
+    streaming: bool = setting(False, "kind=prompts: reads rows on demand, shuffled within 1000 rows.")
     mixture: Any = setting(
         None,
         "kind=prompts: several sources by name, each with a weight and its differences from the settings here, such "
@@ -143,7 +142,6 @@ class TaskConfig:
     )
     datasets: list[str] = setting([], "kind=reasoning_gym: names of its datasets, taken in turn.")
     dataset_options: dict[str, Any] = setting({}, "kind=reasoning_gym: keywords of a dataset's config, by its name.")
-    train_size: int = setting(20000, "kind=reasoning_gym: number of training prompts.", low=1, high=10**8)
 
     def __post_init__(self) -> None:
         check_settings("task", self)

@@ -40,6 +40,11 @@ from asyncrlhf.models.plain_pass import probe_texts
 from asyncrlhf.models.weight_files import WeightFiles
 from asyncrlhf.types import FloatArray, TrainBatch
 
+# PPO's usual weight of the critic's loss; Adam's steps do not depend on it, only where the gradient is clipped does.
+VALUE_COEF = 0.5
+MOST_SKIPPED = (
+    10  # steps in a row without a finite gradient: a burst of bad rollouts ends sooner, a broken policy never
+)
 UPDATERS: dict[str, type[Updater]] = {"torch": TorchUpdater, "deepspeed": DeepSpeedUpdater}
 
 
@@ -135,7 +140,7 @@ class TorchBackend:
         with the same share (``LearnerConfig.shares``) get the same groups. ``policy_version`` increases by one, also
         when the update is skipped.
 
-        Raises AsyncRLHFError after ``learner.max_skipped_steps`` steps in a row without a finite gradient.
+        Raises AsyncRLHFError after ``MOST_SKIPPED`` steps in a row without a finite gradient.
         """
         started = time.perf_counter()
         if self.replay is not None:
@@ -240,7 +245,7 @@ class TorchBackend:
         if self.critic is None or not self._critic_served:
             return None if self.critic is None else self._passes.all_values(plan)
         if plan.tokens.values is None:
-            raise AsyncRLHFError("A batch came without the critic's values, which critic.where=service leaves to it.")
+            raise AsyncRLHFError("A batch came without the critic's values, which critic.workers leaves to it.")
         return plan.tokens.values
 
     def _final_values(self, plan: StepPlan) -> torch.Tensor | None:
@@ -329,7 +334,7 @@ class TorchBackend:
                 self.updater.backward(critic, values.sum() * 0.0)
                 continue
             loss = critic_loss(self.algorithm, tokens.part([microbatch]), values, normaliser)
-            self.updater.backward(critic, loss * self.algorithm.value_coef)
+            self.updater.backward(critic, loss * VALUE_COEF)
             total += loss.detach()
         return total
 
@@ -343,8 +348,8 @@ class TorchBackend:
 
     def _guard(self, skipped: bool) -> None:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        if self._skipped_in_a_row >= self.config.max_skipped_steps:
+        if self._skipped_in_a_row >= MOST_SKIPPED:
             raise AsyncRLHFError(
-                f"The gradient was not finite in {self._skipped_in_a_row} learner steps in a row "
-                "(learner.max_skipped_steps); lower learner.learning_rate or look at the rewards."
+                f"The gradient was not finite in {self._skipped_in_a_row} learner steps in a row; "
+                "lower learner.learning_rate or look at the rewards."
             )

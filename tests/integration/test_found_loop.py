@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from tests.unit.data.test_converted import adapter
 
 from asyncrlhf.models.checkpoint_folder import load_tokenizer
 from tests.found import EOS, TOKENS, edit, found
 from tests.loop import run
 from tests.numeric import FLOAT32, assert_close
-from tests.unit.data.test_converted import adapter
 
 HF = (
     "generator.engine=hf", "generator.slots=16", "generator.max_completion_length=12", "steps=2", "batch_size=16",
@@ -27,7 +27,7 @@ def test_no_answer_goes_on_after_an_end_token_or_holds_an_id_that_no_text_has(
 ) -> None:
     config = found(tmp_path / "model", rows=200)
     edit(tmp_path / "model" / "generation_config.json", eos_token_id=[EOS, 5, 7])
-    more = ("algorithm.kl=loss", "algorithm.beta=0.1", "logging.rollout_tokens=16", f"reference.where={reference}")
+    more = ("algorithm.kl=loss", "algorithm.beta=0.1", "logging.rollout_tokens=16", f"reference={reference}")
     made = run(tmp_path / "run", f"model.path={config.path}", *HF, f"algorithm={algorithm}", *more)
     texts = made.rollouts.set_index("rollout_id").response
     tokens = pd.read_parquet(made.folder / "rollout_tokens")

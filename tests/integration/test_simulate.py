@@ -158,7 +158,7 @@ def test_a_slow_replica_and_failures_cost_time_and_lose_nothing(tmp_path: Path) 
     slow, _ = run(tmp_path / "slow", costs_of(1.0, 0.3), *given, conditions=Conditions(slow={"generator-1": 10.0}))
     assert slow["step_seconds"] > 1.4 * calm["step_seconds"]
     faults = Conditions(failures=120.0, restart_seconds=5.0)
-    _, summary = run(tmp_path / "faults", costs_of(1.0, 0.3), *given, "generator.max_restarts=1000", conditions=faults)
+    _, summary = run(tmp_path / "faults", costs_of(1.0, 0.3), *given, "max_restarts=1000", conditions=faults)
     assert summary["exit_reason"] == "done" and summary["ledger"]["adds_up"]
     assert summary["ledger"]["trained"] == 30 * 64
 

@@ -176,7 +176,9 @@ def test_evaluate_with_what_the_stages_made(
     assert found["reward_mean"] == pytest.approx(np.mean(rewards))
 
 
-def test_a_judge_decides_the_win_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_judge_decides_the_win_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A fake behind an OpenAI-compatible server: right sums get 9, wrong ones 3; of one answer it cannot tell."""
     lost: list[str] = []
 
@@ -195,7 +197,8 @@ def test_a_judge_decides_the_win_rate(tmp_path: Path, capsys: pytest.CaptureFixt
             "reward.judge.model=m",
             f"reward.http.url={server.url}",
         )
-        text = ("reward.judge.template='{prompt}|{response}'", "reward.judge.concurrency=1")
+        monkeypatch.setattr("asyncrlhf.rewards.judge.QUESTIONS_AT_ONCE", 1)
+        text = ("reward.judge.template='{prompt}|{response}'",)
         small = ("task.heldout_size=12", "evaluation.against=answers", f"run_dir={tmp_path}", *QUIET)
         assert main(["evaluate", *options, *text, *small]) == 0
     found = json.loads((tmp_path / "evaluation.json").read_text())
@@ -223,7 +226,12 @@ def test_train_takes_the_model_and_the_reward_model(tuned: Path, judge: Path, da
 def test_an_interrupted_stage_goes_on_to_the_same_weights(
     data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = [f"sft.path={data / 'sft.jsonl'}", "sft.max_steps=6", "sft.logging_steps=1", "sft.learning_rate=1e-3"]
+    settings = [
+        f"sft.path={data / 'sft.jsonl'}",
+        "sft.max_steps=6",
+        "sft.trainer_kwargs={logging_steps:1}",
+        "sft.learning_rate=1e-3",
+    ]
     assert main(["sft", *settings, *QUIET, f"run_dir={data}/whole"]) == 0
     log = StageRecord.log
 
@@ -271,7 +279,7 @@ def test_packed_rows_do_not_see_each_other(data: Path) -> None:
         settings = (
             f"sft.path={data / 'sft.jsonl'}",
             "sft.max_steps=1",
-            "sft.logging_steps=1",
+            "sft.trainer_kwargs={logging_steps:1}",
             f"sft.packing={packing}",
         )
         size = ("sft.per_device_train_batch_size=100", "sft.max_length=64", "sft.heldout_fraction=0")

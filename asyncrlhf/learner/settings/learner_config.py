@@ -12,7 +12,6 @@ from asyncrlhf.data.number_formats import AUTO, PRECISIONS, suits_bfloat16
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
 from asyncrlhf.validation import DAY, check, check_choice, check_keywords, check_settings, setting
 
-WHERE = ("learner", "service")
 # Sizes of groups of ranks that are given the same share of a batch.
 PARALLEL = (
     "sequence_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size",
@@ -24,16 +23,15 @@ PARALLEL = (
 class WorkersConfig:
     """Where a model other than the policy runs: in the learner or in separate workers."""
 
-    where: str = setting(
-        "learner",
-        "Who asks the model: the learner in each step, or workers for each rollout as it ends.",
-        choices=WHERE,
+    workers: int = setting(
+        0,
+        "Workers that ask the model for each rollout as it ends; 0: the learner does, in each step.",
+        low=0,
+        high=10**4,
     )
-    workers: int = setting(1, "Workers, under where=service.", low=1, high=10**4)
     threads: int = setting(1, "CPU threads of one worker.", low=1, high=1024)
     gpus: float = setting(0.0, "GPUs of one worker, at most 1; 0 runs it on the CPU.", low=0)
     token_budget: int = setting(16384, "Tokens of one call, and of one forward pass.", low=1)
-    max_restarts: int = setting(3, "Deaths in a row after which a worker is not started again.", low=0)
 
     def check(self, key: str, model: str) -> None:
         """Raise ConfigError, naming settings under ``key``, for a value out of range or without effect. ``model``: what
@@ -41,21 +39,21 @@ class WorkersConfig:
         check_settings(key, self)
         check(
             self.gpus <= 1,
-            f"{key}.gpus={self.gpus:g} is more than one worker can use; allowed: 0 to 1, or {key}.where=learner with "
+            f"{key}.gpus={self.gpus:g} is more than one worker can use; allowed: 0 to 1, or {key}.workers=0 with "
             f"learner.zero_stage=3 or learner.sharding=fsdp2, which shard the {model}.",
         )
-        for declared in fields(self) if self.where == "learner" else ():
+        for declared in fields(self) if not self.workers else ():
             value = getattr(self, declared.name)
             check(
                 value == declared.default,
-                f"{key}.{declared.name}={value} has no effect with {key}.where=learner; allowed: {key}.where=service.",
+                f"{key}.{declared.name}={value} has no effect with {key}.workers=0; allowed: {key}.workers >= 1.",
             )
 
 
 @dataclass(frozen=True)
 class ReferenceConfig(WorkersConfig):
-    """``where=learner``: the learner holds the frozen model and uses it in each step. ``where=service``: separate
-    workers use it for each rollout as it ends."""
+    """``workers=0``: the learner holds the frozen model and uses it in each step. Otherwise: separate workers
+    use it for each rollout as it ends."""
 
     dtype: str = setting(
         "auto",
@@ -70,8 +68,8 @@ class ReferenceConfig(WorkersConfig):
 
 @dataclass(frozen=True)
 class CriticConfig(WorkersConfig):
-    """``where=learner``: the learner's critic computes the batch's values before a step's first update.
-    ``where=service``: workers with a copy of it compute each rollout's values as it ends. The learner trains the critic
+    """``workers=0``: the learner's critic computes the batch's values before a step's first update.
+    Otherwise: workers with a copy of it compute each rollout's values as it ends. The learner trains the critic
     in both cases."""
 
     def __post_init__(self) -> None:
@@ -167,10 +165,6 @@ class LearnerConfig:
         False,
         "Mixtures of experts: each token passes the experts that the generator chose for it; else those that the "
         "present weights choose.",
-    )
-    max_skipped_steps: int = setting(10, "Steps in a row with a non-finite gradient before the run fails.", low=1)
-    max_restarts: int = setting(
-        3, "Deaths of a learner rank, without a new step in between, after which the run ends.", low=0
     )
     virtual_step_seconds: float = setting(
         0.1, "runtime=local: seconds that one learner step costs on the virtual clock.", low=0, high=DAY

@@ -24,6 +24,7 @@ _QUIET: dict[str, Any] = {"silent": True, "console": "off", "save_code": False}
 INIT_TIMEOUT = 20.0  # seconds that it may try to reach its server at a run's start
 FINISH_TIMEOUT = 60.0  # seconds that W&B's own process may send after a run's end
 _TRYING_AGAIN = (b"retrying", b"giving up")  # of W&B's own log, when it does not reach its server
+COMPLETIONS = 16  # rows of a table: some for a look, while rollouts/*.parquet has all
 COMPLETION_COLUMNS = ("prompt", "response", "reward", "staleness", "consumed_at_version", "state", "extra")
 
 
@@ -46,7 +47,7 @@ class WandbSink:
         import wandb  # a second of imports that a run without W&B need not pay
 
         self._wandb, self._table, self._error, self._facts = wandb, wandb.Table, wandb.Error, run
-        self._tables = _NewParts(run.run_dir / ROLLOUTS_FOLDER, self._logging.wandb_completions)
+        self._tables = _NewParts(run.run_dir / ROLLOUTS_FOLDER)
         mode = self._logging.wandb
         wandb.setup(wandb.Settings(**{**_QUIET, "mode": mode}))
         if mode == "online" and not wandb.login(prompt=False, verify=False):
@@ -113,13 +114,9 @@ class WandbSink:
         run_id = id_file.read_text().strip() if resumed else uuid.uuid4().hex[:8]
         id_file.write_text(run_id + "\n")
         return self._wandb.init(
-            entity=logging.wandb_entity or None,
             project=logging.wandb_project,
-            group=logging.wandb_group or None,
-            job_type=logging.wandb_job_type or facts.stage,
-            name=logging.wandb_name or f"{facts.run_dir.parent.name}/{facts.run_dir.name}",
-            tags=logging.wandb_tags or None,
-            notes=logging.wandb_notes or None,
+            **{"job_type": facts.stage, "name": f"{facts.run_dir.parent.name}/{facts.run_dir.name}"}
+            | logging.wandb_keywords,
             id=run_id,
             resume="allow" if resumed else None,  # offline, too: else `wandb sync` would replace the parts before
             dir=str(facts.run_dir),
@@ -189,21 +186,19 @@ class WandbSink:
 class _NewParts:
     """The Parquet files of a run's rollouts, each read once."""
 
-    def __init__(self, folder: Path, rows: int) -> None:
-        self._folder, self._rows = folder, rows
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._seen: set[str] = set()
 
     def newest(self) -> list[list[Any]]:
         """Some rows of the newest file since the last call, as table cells; empty without a new one."""
-        if not self._rows:
-            return []
         new = [path for path in sorted(self._folder.glob("part-*.parquet")) if path.name not in self._seen]
         self._seen |= {path.name for path in new}
-        return list(_cells(new[-1], self._rows)) if new else []
+        return list(_cells(new[-1])) if new else []
 
 
-def _cells(path: Path, rows: int) -> Iterator[list[Any]]:
-    batch = next(pq.ParquetFile(path).iter_batches(rows, columns=list(COMPLETION_COLUMNS)), None)
+def _cells(path: Path) -> Iterator[list[Any]]:
+    batch = next(pq.ParquetFile(path).iter_batches(COMPLETIONS, columns=list(COMPLETION_COLUMNS)), None)
     for row in batch.to_pylist() if batch is not None else []:
         uses = row["consumed_at_version"]
         row["consumed_at_version"] = uses[-1] if uses else None

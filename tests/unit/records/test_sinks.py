@@ -184,7 +184,7 @@ def test_mlflow_gets_settings_and_metrics_and_a_resumed_run_goes_on(
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     FakeClient.runs.clear()
-    config = {"name": "sums", "async": {"max_staleness": 2}, "logging": {"wandb_group": "study"}}
+    config = {"name": "sums", "async": {"max_staleness": 2}, "logging": {"wandb_kwargs": {"group": "study"}}}
     for first, reason in ((1, "interrupted"), (3, "done")):
         sinks = Sinks(tmp_path, config, LoggingConfig(sinks=["mlflow"]))
         for step in (first, first + 1):
@@ -204,7 +204,7 @@ def test_mlflow_reads_every_metric_back(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'store'}")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database would need more packages
-    own = (*FAKE, "logging.sinks=[mlflow]", "checkpoint.every=2", "logging.wandb_group=study")
+    own = (*FAKE, "logging.sinks=[mlflow]", "checkpoint.every=2", "logging.wandb_kwargs={group:study}")
     run(tmp_path / "run", *own, "steps=2")
     found = run(tmp_path / "run", *own, "steps=3", "checkpoint.resume=auto")
     assert "sinks" not in found.summary, "the sink had something to say"
