@@ -13,8 +13,8 @@ ON_WEIGHT_UPDATE = ("drain", "interrupt", "in_flight")
 DEFAULT_STALENESS, DEFAULT_LAG = 2, 1
 SETTABLE = {"max_staleness": "async", "lag": "fixed_lag"}  # by the one mode in which each may be given
 PACING = ("auto", "just_in_time", "fill")
-SAMPLING = ("fifo", "lifo", "uniform", "priority")
 PRIORITIES = ("reward_spread", "advantage", "age")
+SAMPLING = ("fifo", "lifo", "uniform", *PRIORITIES)
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,14 @@ class AsyncConfig:
         "How generation and training overlap: alternating (sync), one step apart (one_step), limited only by "
         "max_staleness (async), or exactly lag steps apart, so that runs repeat (fixed_lag).",
         choices=MODES,
+        common=True,
     )
     max_staleness: int | None = setting(
         None,
         "Most learner steps by which a trained rollout's oldest token may lag behind. null: 2 with mode=async; the "
         "other modes set it themselves.",
         low=0,
+        common=True,
     )
     pacing: str = setting(
         "auto",
@@ -128,14 +130,12 @@ class BufferConfig:
         0, "Rollouts that the buffer holds; 0: twice the number that the staleness bound admits.", low=0
     )
     sampling: str = setting(
-        "fifo", "Which groups a batch takes: oldest first, newest first, at random, or by priority.", choices=SAMPLING
+        "fifo",
+        "Which groups a batch takes: oldest first, newest first, at random, or by priority: those of unequal rewards, "
+        "of large advantages, or young ones.",
+        choices=SAMPLING,
     )
     max_reuse: int = setting(1, "Most times that a rollout is trained, within the staleness bound.", low=1)
-    priority: str = setting(
-        "reward_spread",
-        "What sampling=priority prefers: groups of unequal rewards, large advantages, or young groups.",
-        choices=PRIORITIES,
-    )
     filter_zero_spread: bool = setting(
         False, "Drops groups whose rewards are all equal, as DAPO's dynamic sampling does: they carry no signal."
     )
@@ -151,7 +151,7 @@ class BufferConfig:
     )
     warmup_steps: int = setting(0, "Learner steps before the first replay.", low=0)
     sampling_correction: float = setting(
-        1.0, "sampling=priority: exponent of the weight 1/p; 0: no correction.", low=0, high=1
+        1.0, "sampling by priority: exponent of the weight 1/p; 0: no correction.", low=0, high=1
     )
 
     def __post_init__(self) -> None:

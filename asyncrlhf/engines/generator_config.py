@@ -23,7 +23,7 @@ OWN_SAMPLING = (
 # The same for vLLM's EngineArgs.
 OWN_ENGINE = (
     "model", "skip_tokenizer_init", "trust_remote_code", "dtype", "generation_config", "logprobs_mode",
-    "max_logprobs", "max_num_seqs", "max_model_len", "gpu_memory_utilization", "enforce_eager",
+    "max_logprobs", "max_num_seqs", "max_model_len", "gpu_memory_utilization",
     "enable_chunked_prefill", "tensor_parallel_size", "pipeline_parallel_size", "distributed_executor_backend",
     "enable_sleep_mode", "weight_transfer_config", "worker_extension_cls", "disable_log_stats",
     "kv_cache_memory_bytes", "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_target_modules",
@@ -101,9 +101,6 @@ class VllmConfig:
         high=1,
         exclusive_low=True,
     )
-    enforce_eager: bool | None = setting(
-        None, "Runs without compilation; null: true on a CPU, where compilation takes minutes, false on GPUs."
-    )
     sleep_level: int | None = setting(
         None,
         "What a replica does to free a GPU that it shares with the learner, in the learner's turns: 0 nothing, 1 moves "
@@ -168,16 +165,19 @@ class GeneratorConfig:
         "hf",
         "The engine: continuous batching on transformers models (hf), vLLM, or random latencies (fake).",
         choices=ENGINES,
+        common=True,
     )
     # Any: replica_kinds reports a value that is not a number
-    replicas: Any = setting(1, "Number of equal replicas; a whole number from 1 to 10,000.")
+    replicas: Any = setting(1, "Number of equal replicas; a whole number from 1 to 10,000.", common=True)
     max_replicas: int = setting(
         0, "Most replicas on a Ray cluster that grows; 0: no more than at the start.", low=0, high=MAX_REPLICAS
     )
     groups: Any = setting(None, "Replicas of several kinds, by name; null: all are equal.", entries=GroupConfig)
     slots: int = setting(128, "Responses that one replica generates at once.", low=1, high=MAX_SLOTS)
-    max_completion_length: int = setting(16, "Longest response, in tokens; longer ones are cut off.", low=1, high=10**7)
-    temperature: float = setting(1.0, "Sampling temperature; log-probs are taken at the same one.", low=0)
+    max_completion_length: int = setting(
+        16, "Longest response, in tokens; longer ones are cut off.", low=1, high=10**7, common=True
+    )
+    temperature: float = setting(1.0, "Sampling temperature; log-probs are taken at the same one.", low=0, common=True)
     top_p: float = setting(
         1.0,
         "Samples from the likeliest tokens with this total probability; 1: all.",
@@ -197,7 +197,7 @@ class GeneratorConfig:
     threads: int = setting(
         1, "CPU threads of one replica, shared by its vLLM workers; 0 is Ray's choice.", low=0, high=MAX_THREADS
     )
-    gpus: float = setting(0.0, "GPUs of one replica; 0 runs it on the CPU.", low=0, high=1024)
+    gpus: float = setting(0.0, "GPUs of one replica; 0 runs it on the CPU.", low=0, high=1024, common=True)
     ignore_eos: bool = setting(False, "Every response has max_completion_length tokens: for measurements.")
     virtual_step_seconds: float = setting(
         0.01, "runtime=local: seconds that one decode iteration costs on the virtual clock.", low=0, high=DAY

@@ -156,8 +156,7 @@ class Asker:
 class VllmChat(JudgeSource):
     """Answers all questions of a call in one batch. Raises ConfigError if vLLM is missing or refuses the model.
 
-    vLLM starts and runs in ``thread``, whose limit applies to all questions of a call. More than one GPU
-    (``tensor_parallel_size``) was never run in this project's tests.
+    vLLM starts and runs in ``thread``, whose limit applies to all questions of a call.
     """
 
     def __init__(self, config: JudgeConfig, key: str, gpus: float, thread: ModelThread | None = None) -> None:
@@ -205,7 +204,7 @@ class VllmChat(JudgeSource):
 
 def start(config: JudgeConfig, key: str, gpus: float) -> Any:
     """A vLLM ``LLM`` that has answered once: its first answer compiles, which must not count against a question."""
-    with starting_vllm(f"{key}.judge.engine=vllm", config.tensor_parallel_size if gpus == 0 else 1):
+    with starting_vllm(f"{key}.judge.engine=vllm", 1):
         from vllm import LLM, SamplingParams
         from vllm.inputs import TokensPrompt
 
@@ -214,8 +213,6 @@ def start(config: JudgeConfig, key: str, gpus: float) -> Any:
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0].rstrip(".")
             raise ConfigError(f"{key}.judge.model={config.model} could not be started under vLLM: {reason}.") from error
-    if config.tensor_parallel_size > 1:
-        llm.collective_rpc(end_with_parent)
     llm.generate([TokensPrompt(prompt_token_ids=[0])], SamplingParams(max_tokens=2), use_tqdm=False)
     return llm
 
@@ -229,8 +226,7 @@ def engine_arguments(config: JudgeConfig, gpus: float) -> dict[str, Any]:
         "generation_config": "vllm",  # no sampling defaults from the checkpoint
         "max_model_len": config.max_length or None,
         "enforce_eager": on_cpu,  # compiling takes minutes on a CPU
-        "tensor_parallel_size": config.tensor_parallel_size,
-        "distributed_executor_backend": "uni" if config.tensor_parallel_size == 1 else "mp",
+        "distributed_executor_backend": "uni",  # a judge on several GPUs is a server of its own
     }
     if on_cpu:
         arguments["kv_cache_memory_bytes"] = CPU_CACHE_GB * 2**30

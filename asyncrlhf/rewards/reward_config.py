@@ -75,7 +75,6 @@ class JudgeConfig:
     max_length: int = setting(
         0, "engine=vllm: longest question and answer, in tokens; 0 is the model's context.", low=0
     )
-    tensor_parallel_size: int = setting(1, "engine=vllm: GPUs that hold a share of each layer.", low=1)
 
     def check(self, key: str) -> None:
         """Raise ConfigError, naming settings under ``key``; only for a judge in use."""
@@ -191,9 +190,12 @@ class RewardConfig:
         "Where rewards come from: the task's own rule, the function that target names, a reward model, a generative "
         "judge, a remote endpoint, or the weighted sum of parts.",
         choices=(*KINDS, "sum"),
+        common=True,
     )
     target: str = setting(
-        "", "kind=python: the function, package.module:function, called as f(prompts, completions, **columns)."
+        "",
+        "kind=python: the function, package.module:function, called as f(prompts, completions, **columns).",
+        common=True,
     )
     reward_funcs: list[str] = setting(
         [], "kind=python: several functions instead of target; the reward is their weighted sum."

@@ -106,7 +106,7 @@ def _draw_config(rng: random.Random, seed: int) -> RunConfig:
         ),
         buffer=replace(
             found.buffer,
-            sampling=rng.choice(("fifo", "fifo", "lifo", "uniform", "priority")),
+            sampling=rng.choice(("fifo", "fifo", "lifo", "uniform", "reward_spread")),
             max_reuse=rng.choice((1, 1, 2)),
             replay_fraction=rng.choice((0.0, 0.0, 0.0, 0.5)),
             capacity=rng.choice((0, 0, 2 * size * groups)),

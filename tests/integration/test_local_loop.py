@@ -190,7 +190,7 @@ def test_a_full_buffer_holds_the_generators_back(tmp_path: Path) -> None:
     assert max(row["buffer_size"] + row["rollouts_in_flight"] for row in done.metrics) <= 20
 
 
-@pytest.mark.parametrize("sampling", ["lifo", "uniform", "priority"])
+@pytest.mark.parametrize("sampling", ["lifo", "uniform", "reward_spread"])
 def test_other_sampling_modes_run_to_the_end(tmp_path: Path, sampling: str) -> None:
     done = run(tmp_path, *FAKE, "steps=20", f"buffer.sampling={sampling}", "async.max_staleness=4")
     done.assert_ledger_whole()

@@ -72,7 +72,7 @@ def test_reuse_trains_each_rollout_as_often_as_set(tmp_path: Path, reuse: int) -
 
 
 @pytest.mark.parametrize(
-    ("policy", "sampling"), [("drop", "uniform"), ("mask", "priority"), ("wait", "priority"), ("downweight", "lifo")]
+    ("policy", "sampling"), [("drop", "uniform"), ("mask", "reward_spread"), ("wait", "age"), ("downweight", "lifo")]
 )
 def test_replay_beside_fresh_rollouts(tmp_path: Path, policy: str, sampling: str) -> None:
     options = (*EIGHT, "steps=40", "async.max_staleness=6", "buffer=fresh_replay", f"buffer.sampling={sampling}")

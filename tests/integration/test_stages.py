@@ -279,8 +279,7 @@ def test_packed_rows_do_not_see_each_other(data: Path) -> None:
         settings = (
             f"sft.path={data / 'sft.jsonl'}",
             "sft.max_steps=1",
-            "sft.trainer_kwargs={logging_steps:1}",
-            f"sft.packing={packing}",
+            f"sft.trainer_kwargs={{logging_steps:1,packing:{packing}}}",
         )
         size = ("sft.per_device_train_batch_size=100", "sft.max_length=64", "sft.heldout_fraction=0")
         assert main(["sft", *settings, *size, *QUIET, f"run_dir={run}"]) == 0
@@ -350,9 +349,14 @@ BAD = [
     ("sft", "sft.path={}", [{"text": "1"}, {"text": ""}], ["row 2 has no text in the column 'text'"]),
     ("sft", "sft.path={}", [{"text": "1"}], ["holds 1 prompt", "sft.heldout_fraction=0.1"]),
     ("sft", "sft.path={}", [{"messages": TALK}] * 2, ["tokenizer of model.path=tiny has no chat template"]),
-    ("sft", "sft.path={} sft.assistant_only_loss=true", [{"text": "1"}] * 2, ["assistant_only_loss=true is for mess"]),
+    (
+        "sft",
+        "sft.path={} sft.trainer_kwargs={assistant_only_loss:true}",
+        [{"text": "1"}] * 2,
+        ["assistant_only_loss is for mess"],
+    ),
     ("sft", "sft.path={} sft.max_steps=0", [{"text": "1"}], ["sft.max_steps=0 is out of range", "-1"]),
-    ("sft", "sft.path={} sft.packingg=true", [{"text": "1"}], ["did you mean sft.packing?"]),
+    ("sft", "sft.path={} sft.max_lenght=9", [{"text": "1"}], ["did you mean sft.max_length?"]),
     ("sft", "sft.path={} model.path=./nowhere", [{"text": "1"}] * 2, ["model.path=./nowhere does not exist"]),
     ("sft", "sft.path={} sft.mixed_precision=float16", [{"text": "1"}], ["float16 needs a GPU"]),
     (
@@ -385,7 +389,6 @@ BAD = [
         [{"prompt": f"{i}+1=", "chosen": "1", "rejected": "2"} for i in range(9)],
         ["no row that leaves anything to train on within reward_model.max_length=5"],
     ),
-    ("reward-model", "reward_model.center_rewards_coefficient=-1", [], ["center_rewards_coefficient=-1", ">= 0"]),
 ]
 
 

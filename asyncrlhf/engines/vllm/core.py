@@ -217,7 +217,7 @@ def engine_arguments(config: GeneratorConfig, model: ModelConfig, routes: bool =
         "max_num_seqs": config.slots + SCORE_SLOTS,
         "max_model_len": own.max_model_len or None,
         "gpu_memory_utilization": own.gpu_memory_utilization or MEMORY_SHARE,
-        "enforce_eager": on_cpu if own.enforce_eager is None else own.enforce_eager,
+        "enforce_eager": on_cpu,  # compiling takes minutes there
         "enable_prefix_caching": True,  # siblings share their prompt's
         # vLLM 0.32 reverts the draw of a partly prefilled request with a seed, which torch's CPU generator cannot do.
         "enable_chunked_prefill": False if on_cpu else None,

@@ -113,6 +113,7 @@ class AlgorithmConfig:
         "How the behavior weight prox / mu of stale samples counts: not at all, cut at its bounds (truncate), or, "
         "outside them, as 0 (mask).",
         choices=("none", "truncate", "mask"),
+        common=True,
     )
     correction_level: str = setting(
         "token", "The behavior weight is a token's, the sequence's geometric mean, or its product.", choices=LEVELS

@@ -78,7 +78,7 @@ class CriticConfig(WorkersConfig):
 
 SCHEDULES = ("constant", "linear", "cosine")
 OPTIMIZERS = ("adamw", "muon", "adamw_8bit")
-OFFLOADS = ("none", "cpu")
+OFFLOADS = ("none", "cpu", "cpu_params")
 SHARDINGS = ("none", "fsdp2")
 REDUCTIONS = ("microbatch", "update")
 
@@ -87,8 +87,8 @@ REDUCTIONS = ("microbatch", "update")
 class LearnerConfig:
     """The learner: its backend and ranks, its optimizer, its memory."""
 
-    backend: str = setting("torch", "What holds and updates the weights.", choices=("torch", "deepspeed"))
-    ranks: int = setting(1, "Learner processes; each trains its share of every batch.", low=1, high=10**4)
+    backend: str = setting("torch", "What holds and updates the weights.", choices=("torch", "deepspeed"), common=True)
+    ranks: int = setting(1, "Learner processes; each trains its share of every batch.", low=1, high=10**4, common=True)
     sharding: str = setting(
         "none", "backend=torch: every rank holds everything (none), or FSDP2 deals the weights out.", choices=SHARDINGS
     )
@@ -118,17 +118,17 @@ class LearnerConfig:
         low=0, high=3,
     )  # fmt: skip
     zero_offload: str = setting(
-        "none", "backend=deepspeed: cpu keeps and updates the optimizer's states in host memory.", choices=OFFLOADS
-    )
-    zero_offload_params: str = setting(
-        "none", "backend=deepspeed, stage 3: cpu keeps the weights in host memory, too.", choices=OFFLOADS
+        "none",
+        "backend=deepspeed: keeps and updates the optimizer's states in host memory (cpu); at stage 3 the weights, too "
+        "(cpu_params).",
+        choices=OFFLOADS,
     )
     sequence_parallel_size: int = setting(
         1, "backend=deepspeed: ranks that take one share of the batch together, token by token.", low=1
     )
     threads: int = setting(1, "CPU threads of one rank.", low=1, high=1024)
-    gpus: float = setting(0.0, "GPUs of one rank; 0 runs it on the CPU.", low=0, high=1024)
-    learning_rate: float = setting(5e-5, "AdamW's learning rate, after warm-up.", low=0)
+    gpus: float = setting(0.0, "GPUs of one rank; 0 runs it on the CPU.", low=0, high=1024, common=True)
+    learning_rate: float = setting(5e-5, "AdamW's learning rate, after warm-up.", low=0, common=True)
     critic_learning_rate: float = setting(0.0, "The critic's learning rate; 0 is the policy's.", low=0)
     weight_decay: float = setting(0.0, "AdamW's weight decay; not of biases and norms.", low=0)
     optim: str = setting(
@@ -277,7 +277,7 @@ class LearnerConfig:
         return f"learner.backend={self.backend}" + (f" learner.zero_stage={self.zero_stage}" if self.zero_stage else "")
 
     def _check_torch(self) -> None:
-        deepspeed_alone = {"zero_stage": 0, "zero_offload": "none", "zero_offload_params": "none"}
+        deepspeed_alone = {"zero_stage": 0, "zero_offload": "none"}
         for key, off in (deepspeed_alone | {"sequence_parallel_size": 1}).items():
             value = getattr(self, key)
             check(value == off, f"learner.{key}={value} needs learner.backend=deepspeed, not {self.backend}.")
@@ -306,11 +306,12 @@ class LearnerConfig:
             self.mixed_precision != "float16",
             "learner.mixed_precision=float16 needs learner.backend=torch; allowed with deepspeed: none, bfloat16.",
         )
-        for key, least in (("zero_offload", 1), ("zero_offload_params", 3)):
-            check(
-                getattr(self, key) == "none" or self.zero_stage >= least,
-                f"learner.{key}=cpu needs learner.zero_stage of at least {least}, not {self.zero_stage}.",
-            )
+        least = {"none": 0, "cpu": 1, "cpu_params": 3}[self.zero_offload]
+        check(
+            self.zero_stage >= least,
+            f"learner.zero_offload={self.zero_offload} needs learner.zero_stage of at least {least}, not "
+            f"{self.zero_stage}.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

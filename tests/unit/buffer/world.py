@@ -59,7 +59,6 @@ class Setting:
     eta: int = 2
     over_stale: str = "drop"
     sampling: str = "fifo"
-    priority: str = "reward_spread"
     max_reuse: int = 1
     publish_every: int = 1
     groups: int = 2  # a step
@@ -93,7 +92,6 @@ class Setting:
             self.capacity,
             self.sampling,
             self.max_reuse,
-            self.priority,
             self.filter_zero_spread,
             self.replay_fraction,
             self.max_age,
