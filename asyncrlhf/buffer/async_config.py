@@ -12,7 +12,7 @@ OVER_STALE = ("drop", "mask", "wait", "downweight")
 ON_WEIGHT_UPDATE = ("drain", "interrupt", "in_flight")
 DEFAULT_STALENESS, DEFAULT_LAG = 2, 1
 SETTABLE = {"max_staleness": "async", "lag": "fixed_lag"}  # by the one mode in which each may be given
-PACING = ("auto", "just_in_time", "fill")
+PACING = ("fill", "just_in_time")
 PRIORITIES = ("reward_spread", "advantage", "age")
 SAMPLING = ("fifo", "lifo", "uniform", *PRIORITIES)
 
@@ -36,15 +36,13 @@ class AsyncConfig:
         common=True,
     )
     pacing: str = setting(
-        "auto",
-        "mode=async: prompts are admitted as soon as the bound allows (fill; the same as auto), or just in time for "
-        "the learner's next batch (just_in_time).",
+        "fill",
+        "mode=async: prompts are admitted as soon as the bound allows (fill), or just in time for the learner's next "
+        "batch (just_in_time).",
         choices=PACING,
     )
     lag: int | None = setting(
-        None,
-        "mode=fixed_lag: learner steps between a batch's generation and its training; null: 1.",
-        low=0,
+        None, "mode=fixed_lag: learner steps between a batch's generation and its training; null: 1.", low=0
     )
     on_weight_update: str = setting(
         "in_flight",

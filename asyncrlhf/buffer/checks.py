@@ -117,9 +117,9 @@ def _validate_scheduled(
 ) -> None:
     mode, lag = config.mode, config.bound
     check(
-        config.pacing == "auto",
+        config.pacing == "fill",
         f"async.pacing={config.pacing} has nothing to pace in async.mode={mode}, where the version of each batch is "
-        "fixed; allowed: auto, or mode=async.",
+        "fixed; allowed: fill, or mode=async.",
     )
     check(
         publish_every == 1,

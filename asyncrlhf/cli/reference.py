@@ -43,12 +43,12 @@ def settings_page() -> str:
     """docs/reference/settings.md."""
     shown = [section for section in sections() if f".{ENTRY}." not in section.key and section.settings]
     parts = [
-        "# Settings\n\nMade from the code by `make reference`; `asyncrlhf train --help` shows the common ones and the groups. "
-        "`asyncrlhf schema` prints a schema with which an editor checks and completes config files.\n\n"
+        "# Settings\n\nMade from the code by `make reference`; `asyncrlhf train --help` shows the common ones and the "
+        "groups. `asyncrlhf schema` prints a schema with which an editor checks and completes config files.\n\n"
         "On the command line a setting is `key=value`, and a preset of a group `group=NAME`."
     ]
-    common = "\n".join(["## Common settings", "", "Those that are changed most.", "", *_table(common_settings())])
-    return "\n\n".join([*parts, common, *(_section(section) for section in shown)]) + "\n"
+    lines = ["## Common settings", "", "Those that are changed most.", "", *_table(common_settings())]
+    return "\n\n".join([*parts, "\n".join(lines), *(_section(section) for section in shown)]) + "\n"
 
 
 def _section(section: Section) -> str:

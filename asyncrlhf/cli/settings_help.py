@@ -32,7 +32,7 @@ def settings_help(words: Sequence[str]) -> str:
     return "\n\n".join(_found(word.partition("=")[0], width) for word in words)
 
 
-def _listed() -> list[Section]:
+def listed_sections() -> list[Section]:
     """All settings but those of groups inside an entry, which repeat the group that their line names."""
     return [section for section in sections() if f".{ENTRY}." not in section.key and section.settings]
 
@@ -45,7 +45,7 @@ def _common(width: int) -> str:
 def _groups() -> str:
     """The groups with the numbers of their settings, those of their subgroups included."""
     numbers = Counter(
-        s.key.partition(".")[0] if "." in s.key else RUN for section in _listed() for s in section.settings
+        s.key.partition(".")[0] if "." in s.key else RUN for section in listed_sections() for s in section.settings
     )
     abouts = {section.key or RUN: section.about for section in sections()}
     rows = [f"  {name:13}{number:4}  {abouts[name]}" for name, number in numbers.items()]
@@ -58,10 +58,10 @@ def _presets(section: Section, width: int) -> list[str]:
 
 
 def _found(word: str, width: int) -> str:
-    groups = [s for s in _listed() if (s.key or RUN) == word or (word and s.key.startswith(f"{word}."))]
+    groups = [s for s in listed_sections() if (s.key or RUN) == word or (word and s.key.startswith(f"{word}."))]
     if groups:
         return "\n\n".join(_section(group, width) for group in groups)
-    settings = [s for section in _listed() for s in section.settings]
+    settings = [s for section in listed_sections() for s in section.settings]
     found = [s for s in settings if s.key == word] or [
         s for s in settings if word.lower() in s.key or word.lower() in s.about.lower()
     ]

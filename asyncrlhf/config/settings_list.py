@@ -32,8 +32,8 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """``kind``: JSON schema's name of the type; ``nullable``: null is allowed too. ``default`` is plain data; ``common``:
-    one that a newcomer changes."""
+    """``kind``: JSON schema's name of the type; ``nullable``: null is allowed too. ``default`` is plain data;
+    ``common``: a newcomer changes it."""
 
     key: str
     kind: str

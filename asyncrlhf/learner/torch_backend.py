@@ -20,7 +20,7 @@ from asyncrlhf.learner.model.output_layer import use_float32_head
 from asyncrlhf.learner.model.sequence import ContextParallel
 from asyncrlhf.learner.model.ulysses import Ulysses
 from asyncrlhf.learner.ranks.distributed import all_gather, all_sum, barrier, deal_out, gathered, peers_along
-from asyncrlhf.learner.settings.learner_config import BackendSpec, StepResult
+from asyncrlhf.learner.settings.learner_config import MOST_SKIPPED, VALUE_COEF, BackendSpec, StepResult
 from asyncrlhf.learner.state import checkpoint
 from asyncrlhf.learner.state.state_writer import StateWriter
 from asyncrlhf.learner.step.companions import ValueModel, follow, frozen_copy, frozen_reference
@@ -40,11 +40,6 @@ from asyncrlhf.models.plain_pass import probe_texts
 from asyncrlhf.models.weight_files import WeightFiles
 from asyncrlhf.types import FloatArray, TrainBatch
 
-# PPO's usual weight of the critic's loss; Adam's steps do not depend on it, only where the gradient is clipped does.
-VALUE_COEF = 0.5
-MOST_SKIPPED = (
-    10  # steps in a row without a finite gradient: a burst of bad rollouts ends sooner, a broken policy never
-)
 UPDATERS: dict[str, type[Updater]] = {"torch": TorchUpdater, "deepspeed": DeepSpeedUpdater}
 
 

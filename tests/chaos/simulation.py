@@ -99,7 +99,7 @@ def _draw_config(rng: random.Random, seed: int) -> RunConfig:
             mode=(mode := rng.choice(("async", "async", "async", "sync", "one_step", "fixed_lag"))),
             max_staleness=staleness if mode == "async" else None,
             lag={"fixed_lag": rng.choice((0, 1, 3))}.get(mode),  # drawn in every mode: what a seed draws next stays
-            pacing=rng.choice(("auto", "auto", "just_in_time")),
+            pacing=rng.choice(("fill", "fill", "just_in_time")),
             on_weight_update=rng.choice(("drain", "interrupt", "in_flight")),
             over_stale=rng.choice(("drop", "drop", "mask", "wait", "downweight")),
             adaptive=rng.random() < 0.15,

@@ -79,6 +79,10 @@ class CriticConfig(WorkersConfig):
 SCHEDULES = ("constant", "linear", "cosine")
 OPTIMIZERS = ("adamw", "muon", "adamw_8bit")
 OFFLOADS = ("none", "cpu", "cpu_params")
+# PPO's usual weight of the critic's loss; Adam's steps do not depend on it, only where the gradient is clipped does.
+VALUE_COEF = 0.5
+# Steps in a row without a finite gradient: a burst of bad rollouts ends sooner, a broken policy never.
+MOST_SKIPPED = 10
 SHARDINGS = ("none", "fsdp2")
 REDUCTIONS = ("microbatch", "update")
 

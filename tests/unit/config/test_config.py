@@ -100,8 +100,7 @@ NONSENSE = [
     ("learner.ranks=2 runtime=local", ["runtime=local", "learner.ranks=2"]),
     ("runtime=ray weights.transport=local", ["weights.transport=local", "object_store"]),
     ("async.pacing=jit", ["async.pacing=jit is not known", "just_in_time"]),
-    ("async=sync async.pacing=fill", ["async.pacing=fill", "async.mode=sync", "allowed: auto, or mode=async."]),
-    ("async=fixed_lag async.pacing=just_in_time", ["async.pacing=just_in_time", "async.mode=fixed_lag"]),
+    ("async=fixed_lag async.pacing=just_in_time", ["async.mode=fixed_lag", "allowed: fill, or mode=async."]),
     ("async.pacing=just_in_time buffer=freshest", ["buffer.sampling=lifo", "allowed: pacing=fill, or buffer=fifo."]),
     ("weights.publish_every=5", ["weights.publish_every=5", "async.max_staleness=2"]),
     ("task=prompts", ["task.path"]),
@@ -341,7 +340,7 @@ def booleans(part: Any, prefix: str = "") -> Iterator[str]:
 
 def test_no_true_or_false_setting_takes_a_number_besides_0_and_1() -> None:
     names = list(booleans(RunConfig()))
-    assert len(names) > 30
+    assert len(names) > 20
     for name in names:
         with pytest.raises(ConfigError, match=f"{name}=3 is of the wrong kind; allowed: true or false."):
             load_config([f"{name}=3"])
