@@ -25,16 +25,14 @@ class AsyncConfig:
         "async",
         "How generation and training overlap: alternating (sync), one step apart (one_step), limited only by "
         "max_staleness (async), or exactly lag steps apart, so that runs repeat (fixed_lag).",
-        choices=MODES,
-        common=True,
-    )
+        choices=MODES, common=True,
+    )  # fmt: skip
     max_staleness: int | None = setting(
         None,
         "Most learner steps by which a trained rollout's oldest token may lag behind. null: 2 with mode=async; the "
         "other modes set it themselves.",
-        low=0,
-        common=True,
-    )
+        low=0, common=True,
+    )  # fmt: skip
     pacing: str = setting(
         "fill",
         "mode=async: prompts are admitted as soon as the bound allows (fill), or just in time for the learner's next "
@@ -63,10 +61,8 @@ class AsyncConfig:
         0.5,
         "adaptive=true halves the bound if the effective sample size (share of the batch, mean over five "
         "steps) is lower; four higher means in a row raise it by one.",
-        low=0,
-        high=1,
-        exclusive_low=True,
-    )
+        low=0, high=1, exclusive_low=True,
+    )  # fmt: skip
     min_staleness: int = setting(0, "Smallest bound, in learner steps, that adaptive=true may set.", low=0)
 
     def __post_init__(self) -> None:
@@ -124,9 +120,7 @@ class AsyncConfig:
 class BufferConfig:
     """How finished rollouts wait for the learner, and how often each is trained."""
 
-    capacity: int = setting(
-        0, "Rollouts that the buffer holds; 0: twice the number that the staleness bound admits.", low=0
-    )
+    capacity: int = setting(0, "Rollouts that it holds; 0: twice what the staleness bound admits.", low=0)
     sampling: str = setting(
         "fifo",
         "Which groups a batch takes: oldest first, newest first, at random, or by priority: those of unequal rewards, "
@@ -134,9 +128,7 @@ class BufferConfig:
         choices=SAMPLING,
     )
     max_reuse: int = setting(1, "Most times that a rollout is trained, within the staleness bound.", low=1)
-    filter_zero_spread: bool = setting(
-        False, "Drops groups whose rewards are all equal, as DAPO's dynamic sampling does: they carry no signal."
-    )
+    filter_zero_spread: bool = setting(False, "Drops groups of equal rewards, as DAPO's dynamic sampling does.")
     # 0.5 is two thirds fresh: 2606.04560's 100% fresh and 50% replay.
     replay_fraction: float = setting(
         0.0,
