@@ -11,7 +11,7 @@ import torch
 from asyncrlhf.actors.annotator import ANSWER_SECONDS
 from asyncrlhf.actors.messages import ArrayBundle, annotated
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.learner.model.output_layer import use_float32_head
+from asyncrlhf.learner.model.forward import use_float32_head
 from asyncrlhf.learner.settings.learner_config import CriticConfig, ReferenceConfig
 from asyncrlhf.learner.step.companions import ServedCritic
 from asyncrlhf.models.pretrained import load_policy, load_sampled

@@ -19,8 +19,7 @@ from asyncrlhf.actors.messages import Address, Alike, Collected, Offer, Told, pl
 from asyncrlhf.actors.where import Where
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, located
 from asyncrlhf.cluster.handles import LONG_SECONDS, Hear, P, R, W, WorkerLostError, ignore, within
-from asyncrlhf.cluster.ranks import a_rank, first, together
-from asyncrlhf.cluster.ray_calls import START_SECONDS, ask, ask_to_start
+from asyncrlhf.cluster.ray_calls import START_SECONDS, a_rank, ask, ask_to_start, first, together
 from asyncrlhf.data.checkpoint_manifest import Seals
 from asyncrlhf.data.packing import share_out
 from asyncrlhf.errors import ReplicaError

@@ -20,11 +20,10 @@ from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.messages import RolloutBundle, resolved
 from asyncrlhf.actors.where import available_cores, keep_to, split_cores
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker
-from asyncrlhf.cluster.first_turn import first_turn
 from asyncrlhf.cluster.handles import LONG_SECONDS, AnnotatorHandle, GeneratorHandle, Runtime
 from asyncrlhf.cluster.nodes import this_machine
 from asyncrlhf.cluster.own_ray import MALLOC, OwnRay, give_back, init, is_kept, lend, shut_down
-from asyncrlhf.cluster.placement import Plan, Specs, generator_part, make_plan, parts_of
+from asyncrlhf.cluster.placement import Plan, Specs, first_turn, generator_part, make_plan, parts_of
 from asyncrlhf.cluster.ray_calls import ask
 from asyncrlhf.cluster.ray_handles import RayAnnotator, RayGenerator, RayLearner, addressed
 from asyncrlhf.cluster.ray_placement import Placer, free_in_ray, knock, ray_nodes, wait_for_true_nodes
@@ -129,7 +128,7 @@ class RayRuntime(Runtime):
         first: list[Any] = [self.learner]
         if plan.sharing and self._specs.learner.offloads:
             await self._until_ready(first)
-            self._specs, first = await first_turn(self.learner, self._specs, plan.sharing, plan), []
+            self._specs, first = await first_turn(self.learner, self._specs, plan.sharing, plan.crowd), []
         self.generators = [self._generator(spec) for spec in self._specs.generators]
         parts = [*first, *self.rewards, *self.references, *self.critics, *self.generators]
         await self._until_ready(parts)

@@ -15,11 +15,11 @@ from torch import nn
 from asyncrlhf.algorithms.aggregate import normaliser_count
 from asyncrlhf.algorithms.weights import sqrt_ess_factor
 from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
+from asyncrlhf.learner.model.forward import use_float32_head
 from asyncrlhf.learner.model.model_pass import checkpoint_layers
-from asyncrlhf.learner.model.output_layer import use_float32_head
 from asyncrlhf.learner.model.sequence import ContextParallel
 from asyncrlhf.learner.model.ulysses import Ulysses
-from asyncrlhf.learner.ranks.distributed import all_gather, all_sum, barrier, deal_out, gathered, peers_along
+from asyncrlhf.learner.ranks import all_gather, all_sum, barrier, deal_out, gathered, peers_along
 from asyncrlhf.learner.settings.learner_config import MOST_SKIPPED, VALUE_COEF, BackendSpec, StepResult
 from asyncrlhf.learner.state import checkpoint
 from asyncrlhf.learner.state.state_writer import StateWriter

@@ -110,8 +110,8 @@ class Endpoint:
         was_late = False
         for tried in range(self._config.retries + 1):
             wait = BACKOFF_SECONDS * 2**tried * random.uniform(0.5, 1.0)
-            try:
-                response = self._try(body)
+            try:  # the timeout of requests bounds only the pause between two bytes
+                response: requests.Response = call_with_timeout(lambda: self._post(body), self._timeout, self.who)
             except RewardError as error:
                 cause, was_late = str(error), isinstance(error, LateError)
             else:
@@ -123,12 +123,6 @@ class Endpoint:
             if tried < self._config.retries:
                 time.sleep(wait)
         raise (LateServiceError if was_late else ServiceError)(f"{cause} Tried {self._config.retries + 1} times.")
-
-    def _try(self, body: bytes) -> requests.Response:
-        """Send one request. The timeout bounds the whole request; the one of requests bounds only the pause between two
-        bytes."""
-        response: requests.Response = call_with_timeout(lambda: self._post(body), self._timeout, self.who)
-        return response
 
     def _post(self, body: bytes) -> requests.Response:
         try:

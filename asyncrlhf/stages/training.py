@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ from asyncrlhf.models.vocabulary import check_template
 from asyncrlhf.orchestrator.run import RUNS
 from asyncrlhf.records.write.checkpoint import FOLDER, find_checkpoints, newest_whole
 from asyncrlhf.records.write.record_marker import refuse_used_folder
-from asyncrlhf.records.write.recorder import writing_to
+from asyncrlhf.records.write.whole_files import writing_to
 from asyncrlhf.stages.stage_record import (
     LEFT_OUT,
     MARKER_FILE,
@@ -67,7 +66,6 @@ class Job:
 def prepare_job(config: RunConfig, settings: TrainerConfig, stage: str, conversational: bool) -> Job:
     """Check all but the rows themselves, which are ``conversational`` or not; raises ConfigError with one sentence."""
     transformers_logging.disable_progress_bar()
-    hush_deepspeed()
     key, found = stage.replace("-", "_"), torch.cuda.device_count()
     check(
         found <= 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1,
@@ -94,15 +92,6 @@ def prepare_job(config: RunConfig, settings: TrainerConfig, stage: str, conversa
         "chat template.",
     )
     return Job(config, stage, key, settings, folder, tokenizer, limit, resume, notes)
-
-
-def hush_deepspeed() -> None:
-    """Leave out the warning that there is no GPU: accelerate imports DeepSpeed, which no stage uses by itself."""
-    logging.getLogger("DeepSpeed").addFilter(_not_of_the_accelerator)
-
-
-def _not_of_the_accelerator(line: logging.LogRecord) -> bool:
-    return "Setting accelerator to CPU" not in line.getMessage()
 
 
 def trainer_arguments(job: Job, heldout: bool) -> dict[str, Any]:

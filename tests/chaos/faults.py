@@ -12,7 +12,7 @@ from typing import Any
 
 from asyncrlhf.cluster.handles import LONG_SECONDS, AnnotatorHandle, GeneratorHandle, WorkerLostError, within
 from asyncrlhf.cluster.local_runtime import LocalAnnotator, LocalGenerator, LocalLearner, LocalRuntime, fetch_local
-from asyncrlhf.cluster.ranks import a_rank
+from asyncrlhf.cluster.ray_calls import a_rank
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.records.write.rollout_rows import write_part
 from asyncrlhf.transport.protocol import LostReceiversError

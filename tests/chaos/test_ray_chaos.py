@@ -185,6 +185,7 @@ def test_a_generator_that_hangs_is_named_and_replaced(
 
 
 @pytest.mark.parametrize("method", ["receive", "load"])
+@pytest.mark.more_but("load")
 def test_a_transport_without_a_control_line_does_not_hang_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], method: str
 ) -> None:

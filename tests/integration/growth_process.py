@@ -17,6 +17,7 @@ from asyncrlhf.cluster import ray_runtime
 from asyncrlhf.cluster.ray_handles import RayLearner
 from asyncrlhf.orchestrator.replicas import recovery
 from tests import loop
+from tests.processes import ray_files
 from tests.ray_run import before, until, watch
 
 STORE = 100 * 2**20
@@ -69,4 +70,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    with ray_files():
+        main(Path(sys.argv[1]))

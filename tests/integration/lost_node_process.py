@@ -15,6 +15,7 @@ from ray.cluster_utils import Cluster
 
 from asyncrlhf.cluster.ray_handles import RayLearner
 from tests import loop
+from tests.processes import ray_files
 from tests.ray_run import before, watch
 
 RUN = (
@@ -54,4 +55,5 @@ def main(folder: Path, part: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    with ray_files():
+        main(Path(sys.argv[1]), sys.argv[2])

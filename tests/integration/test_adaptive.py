@@ -47,6 +47,7 @@ def low_from_10_to_16(version: int) -> float:
 
 
 @pytest.mark.parametrize("policy", ["drop", "mask", "wait", "downweight"])
+@pytest.mark.more_but(every=4)
 def test_the_bound_shrinks_under_a_low_ess_and_grows_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
@@ -95,6 +96,7 @@ def test_a_good_ess_leaves_the_bound_alone(tmp_path: Path, monkeypatch: pytest.M
         ("async.over_stale=wait", "buffer.sampling=lifo"),
     ],
 )
+@pytest.mark.more_but(every=4)
 def test_the_least_bound_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: tuple[str, ...]) -> None:
     forced(monkeypatch, lambda version: 0.1 if version % 20 < 12 else 1.0)
     done = run(tmp_path, *ADAPTIVE, "steps=40", *extra)

@@ -73,6 +73,7 @@ QUICK = ("sync", "async", "interrupt")  # fixed_lag: tests/integration/test_loca
 
 
 @pytest.mark.parametrize("mode", [m if m in QUICK else pytest.param(m, marks=pytest.mark.thorough) for m in MODES])
+@pytest.mark.more_but("async")
 def test_killed_runs_end_as_unbroken_ones(tmp_path: Path, mode: str) -> None:
     options = (*FAKED, *MODES[mode], "checkpoint.resume=auto")
     whole = run(tmp_path / "whole", *options)

@@ -147,6 +147,7 @@ def assert_one_history(done: Finished, batch: int = 16, steps: int = STEPS) -> l
     ],
 )
 @pytest.mark.usefixtures("imitated")
+@pytest.mark.more_but(every=3)
 def test_the_run_goes_on_from_its_newest_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, version: int, after: bool
 ) -> None:
@@ -187,6 +188,7 @@ def test_what_was_not_sampled_by_an_undone_version_is_kept(tmp_path: Path, monke
     ],
 )
 @pytest.mark.usefixtures("imitated")
+@pytest.mark.more_but(every=3)
 def test_deaths_in_every_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]) -> None:
     """In the midst of a step, then again beyond it; both times back to a checkpoint."""
     struck = strike(monkeypatch, "train", 5, 8)

@@ -14,8 +14,7 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.engines.generator_config import GeneratorConfig, VllmConfig
 from asyncrlhf.engines.vllm.core import VllmCore
 from asyncrlhf.engines.vllm.vllm_engine import VllmEngine
-from asyncrlhf.models.miniature import build_miniature, miniature_config
-from asyncrlhf.models.shrinking import WINDOW
+from asyncrlhf.models.miniature import WINDOW, build_miniature, miniature_config
 from tests.numeric import FLOAT32, assert_close
 from tests.vllm_tiny import finish, needs_vllm, own_logprobs, requests
 

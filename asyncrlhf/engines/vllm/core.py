@@ -12,13 +12,13 @@ import psutil
 import torch
 
 from asyncrlhf.data.data_config import ModelConfig
+from asyncrlhf.engines.engine import misfit
 from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig
 from asyncrlhf.engines.vllm.adapter import (
     adapter_arguments,
     adapter_files,
     adapter_request,
     check_applied,
-    differing_names,
     ignored_layers,
     remove_adapter,
     write_adapter,
@@ -157,7 +157,7 @@ class VllmCore:
     def load_adapter(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replace the adapter by these tensors, under PEFT's names, also for the requests in flight. Raises
         WeightSyncError if it is not the one of ``model.lora``, or if vLLM refuses it."""
-        apart = differing_names(self._shapes, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        apart = misfit(self._shapes, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
         if apart:
             raise WeightSyncError(f"The adapter of version {version} is not that of model.lora: {apart}.")
         folder = os.path.join(tempfile.gettempdir(), f"asyncrlhf-adapter-{uuid.uuid4().hex}")

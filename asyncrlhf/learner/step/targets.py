@@ -28,7 +28,7 @@ from asyncrlhf.algorithms.kl import kl_sequence_rewards, kl_token_rewards
 from asyncrlhf.algorithms.masked import masked_values, moments, segment_sum, whiten
 from asyncrlhf.algorithms.statistics import EffectiveSize, together
 from asyncrlhf.algorithms.weights import behavior_weight, interpolated_proximal, target_anchor
-from asyncrlhf.learner.ranks.distributed import Peers, all_gather
+from asyncrlhf.learner.ranks import Peers, all_gather
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
 from asyncrlhf.learner.step.plan import Microbatch, ResponseTokens
 

@@ -17,8 +17,7 @@ from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner.model.forward import TokenFacts
 from asyncrlhf.learner.model.inputs import PackedInputs
 from asyncrlhf.learner.model.loading import hold_places, in_turn
-from asyncrlhf.learner.ranks.distributed import Shards, barrier, init_single_process_group, padded
-from asyncrlhf.learner.ranks.spans import Part
+from asyncrlhf.learner.ranks import Part, Shards, barrier, init_single_process_group, padded
 from asyncrlhf.learner.settings.learner_config import LearnerConfig
 from asyncrlhf.learner.state import checkpoint
 from asyncrlhf.learner.state.state_file import read_state

@@ -14,8 +14,7 @@ from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
 from asyncrlhf.buffer.checks import validate_flow
 from asyncrlhf.buffer.ledger import Ledger
 from asyncrlhf.buffer.replay import ReplayBuffer
-from asyncrlhf.records.read.history import Findings
-from asyncrlhf.records.read.replay import Replay
+from asyncrlhf.records.read.replay import Findings, Replay
 from asyncrlhf.records.write.journal import Journal
 from asyncrlhf.types import Payload, Prompt, RolloutGroup, RolloutInfo
 
@@ -213,7 +212,8 @@ class World:
         group_id, self.next_group = self.next_group, self.next_group + 1
         step = self.gate.admit(self.replicas[replica])
         self.buffer.reserve(self.setting.siblings)
-        ids = range(self.ledger.next_id, self.ledger.next_id + self.setting.siblings)
+        first = self.ledger.counts()["admitted_total"]
+        ids = range(first, first + self.setting.siblings)
         for i in ids:
             self.ledger.admit(i, group_id, make_prompt(group_id), now=float(i))
         self.open[group_id] = OpenGroup(self.replicas[replica], step, set(ids))

@@ -28,6 +28,7 @@ NONSENSE += ["algorithm=nope", "generator=3", "steps=", "async.lag=-1", "steps={
 
 
 @pytest.mark.parametrize("overrides", [*CHANGES, *([text] for text in NONSENSE)], ids=" ".join)
+@pytest.mark.more_but(every=3)
 def test_a_config_is_the_same_as_hydras(overrides: list[str]) -> None:
     compose_config([], None)  # so that Hydra has its schema
     results = []

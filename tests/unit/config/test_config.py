@@ -167,6 +167,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @pytest.mark.parametrize(("typed", "words"), NONSENSE, ids=[typed for typed, _ in NONSENSE])
+@pytest.mark.more_but(every=4)
 def test_nonsense_is_one_sentence(typed: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     sentence = refused(capsys, "train", *typed.split(" "))
     assert [word for word in words if word not in sentence] == [], sentence
@@ -338,6 +339,7 @@ def booleans(part: Any, prefix: str = "") -> Iterator[str]:
             yield name
 
 
+@pytest.mark.more
 def test_no_true_or_false_setting_takes_a_number_besides_0_and_1() -> None:
     names = list(booleans(RunConfig()))
     assert len(names) > 20

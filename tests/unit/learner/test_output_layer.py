@@ -14,8 +14,7 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.engines.hf.sampling import sample_tokens
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.model import forward
-from asyncrlhf.learner.model.forward import PackedPolicy
-from asyncrlhf.learner.model.output_layer import use_float32_head
+from asyncrlhf.learner.model.forward import PackedPolicy, use_float32_head
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
 from asyncrlhf.learner.settings.learner_config import LearnerConfig, ReferenceConfig
 from tests.numeric import assert_close
