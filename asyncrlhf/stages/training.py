@@ -159,7 +159,7 @@ def _with_keywords(arguments: Any, given: Mapping[str, Any], more: Mapping[str, 
     except (TypeError, ValueError) as error:
         if not more:
             raise
-        raise ConfigError(f"{key}={dict(more)} is refused by TRL: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{key}={dict(more)} is refused by TRL: {' '.join(str(error).split())}.") from error
 
 
 def run_trainer(

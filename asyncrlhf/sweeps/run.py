@@ -99,7 +99,8 @@ class Sweeper:
             f"{name}:[{','.join(quoted(str(v)) for v in value)}]" if name == "tags" else f"{name}:{quoted(str(value))}"
             for name, value in named.items()
         )
-        return [f"logging.wandb_kwargs={{{','.join(written)}}}"]
+        added = "++" if logging.wandb_keywords else ""  # to those of the user
+        return [f"{added}logging.wandb_kwargs={{{','.join(written)}}}"]
 
     def _fits(self, job: Job) -> bool:
         """Whether the job may start now. An exclusive job waits for all others to end, and all others wait for it. Ray

@@ -321,7 +321,7 @@ BAD = [
     ("sft", "sft.path={}", [{"messages": TALK}] * 2, ["tokenizer of model.path=tiny has no chat template"]),
     (
         "sft",
-        "sft.path={} sft.trainer_kwargs={assistant_only_loss:true}",
+        "sft.path={} sft.trainer_kwargs={{assistant_only_loss:true}}",
         [{"text": "1"}] * 2,
         ["assistant_only_loss is for mess"],
     ),

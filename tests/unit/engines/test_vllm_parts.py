@@ -328,7 +328,7 @@ def test_more_keywords_of_vllm_pass_through_and_those_with_settings_do_not() -> 
         with pytest.raises(ConfigError, match=rf"engine_kwargs.{name} has its own setting"):
             VllmConfig(engine_kwargs={name: 3})
     own = {*engine_arguments(GeneratorConfig(engine="vllm"), ModelConfig())}
-    assert own - {*OWN_ENGINE} == {"load_format"}, "a default that may be replaced"
+    assert own - {*OWN_ENGINE} == {"load_format", "enforce_eager", "enable_prefix_caching"}, "defaults"
     with pytest.raises(ConfigError, match=r"generation_kwargs.top_p has its own setting"):
         GeneratorConfig(engine="vllm", generation_kwargs={"top_p": 0.5})
     if find_spec("vllm") is not None:
