@@ -56,7 +56,7 @@ RAY = "ray.object_store_mb=128 generator.threads=0"
 # Added to what matches first: "{}" where nothing is.
 SUFFIXES = {
     r"--help|--list|^asyncrlhf (doctor|report|schema|status|verify)": "",
-    r"^asyncrlhf evaluate": "task.heldout_size=4 evaluation.samples_shown=1",
+    r"^asyncrlhf evaluate": "task.heldout_size=4",
     r"^asyncrlhf preferences": "preferences.num_prompts=8 task.heldout_size=4 reward.kind=python "
     "reward.target=my_rewards:score logging.wandb=disabled",
     r"^asyncrlhf (sft|reward-model)": "{group}.max_steps=2 logging.wandb=disabled",

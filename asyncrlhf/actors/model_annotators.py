@@ -35,6 +35,7 @@ class ReferenceSpec:
     float32_head: bool = False
     cache_tokens: int = 0  # for chunks (fusion.granularity=chunk); 0: it reads whole rollouts
     answer_seconds: float = ANSWER_SECONDS
+    max_restarts: int = 0
 
     kind: ClassVar[str] = "reference"
 
@@ -82,6 +83,7 @@ class CriticSpec:
     runtime: str
     weights: WeightsConfig
     answer_seconds: float = ANSWER_SECONDS
+    max_restarts: int = 0
 
     kind: ClassVar[str] = "critic"
 

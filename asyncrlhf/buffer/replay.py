@@ -22,7 +22,7 @@ class ReplayBuffer:
     """Counts places by rollout: ``held + reserved <= capacity``; a place is reserved for each rollout in flight.
 
     The order of calls in the step of version v: :meth:`evict_stale`, :meth:`take`, :meth:`check_batch`. Deterministic:
-    the same groups in the same order of arrival and the same seed give the same batches; ``uniform`` and ``priority``
+    the same groups in the same order of arrival and the same seed give the same batches; ``uniform`` and priorities
     do not depend on the order of arrival.
     """
 
@@ -298,7 +298,7 @@ class ReplayBuffer:
         groups = sorted(groups, key=lambda group: group.group_id)
         if sampling == "uniform":
             return [(groups[i], 1.0) for i in self._rng.permutation(len(groups))[:count]]
-        measure = PRIORITY[self._config.priority]
+        measure = PRIORITY[sampling]
         picked = priority([measure(group, version) for group in groups], count, self._rng)
         return [(groups[i], p) for i, p in picked]
 

@@ -265,7 +265,7 @@ def _chosen(rollouts: Sequence[RolloutInfo]) -> tuple[tuple[tuple[Address, float
 
 class RayAnnotator(RayPart[AnnotatorWorker]):
     """Restarts its worker when it dies, freezes, or has not answered for ``spec.answer_seconds``, at most
-    ``settings.max_restarts`` times. Ray's own retries would hide which call killed it."""
+    ``spec.max_restarts`` times. Ray's own retries would hide which call killed it."""
 
     # Called with the worker's name before it is restarted: waits for its devices, and returns the options anew.
     renew: Callable[[str], Awaitable[Options]] | None = None
@@ -331,8 +331,8 @@ class RayAnnotator(RayPart[AnnotatorWorker]):
     async def _revive(self, error: ReplicaError) -> None:
         self._deaths += 1
         ray.kill(self.actor)
-        if self._deaths > self._spec.settings.max_restarts:
-            raise WorkerLostError(f"{error} It is not started again ({self._spec.kind}.max_restarts).") from error
+        if self._deaths > self._spec.max_restarts:
+            raise WorkerLostError(f"{error} It is not started again (max_restarts).") from error
         self.restarts += 1
         try:
             self._options = await self.renew(self.name) if self.renew else self._options

@@ -92,14 +92,14 @@ class RayRuntime(Runtime):
             if sum(part.cpus for part in self._parts) > (os.cpu_count() or 1):
                 os.environ.setdefault(*BRIEF_SPINS)
             cpus, store = int(this_machine(plan, gpus=0).total["CPU"]), self._config.object_store_mb * 2**20
-            self._own_ray = lend(cpus, store, forks=self._config.fork_workers and not plan.total("GPU"))
+            self._own_ray = lend(cpus, store, forks=not plan.total("GPU"))
         self._joined = True
 
     async def _set_cores_aside(self) -> None:
         """After start-up, pin this process and all others that Ray started off the learner's cores. Not on a Ray that
         others started, not if GPUs do the work, and not for parts that take turns with the learner."""
         learner = self._specs.learner.learner
-        if not (self._own_ray and self._config.dedicated_learner_cores) or self.plan.sharing or self.plan.total("GPU"):
+        if not self._own_ray or self.plan.sharing or self.plan.total("GPU"):
             return
         others = sum(part.cpus for part in self._parts if part.kind != "learner")
         before = available_cores()

@@ -33,6 +33,8 @@ from asyncrlhf.types import Rollout
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 ANSWER_BYTES = 64 << 20
 REDIRECTS = 3
+# Before the first retry, doubled each time; and how long an endpoint that keeps failing is left alone.
+BACKOFF_SECONDS, PAUSE_SECONDS = 0.5, 30.0
 SHOWN = 200  # characters of an answer in a message
 
 
@@ -86,7 +88,7 @@ class Endpoint:
         self._timeout = timeout_seconds
         self.url = config.url.rstrip("/") + path if path else config.url
         self.who = f"The endpoint {redact(self.url)}"
-        self._breaker = Breaker(config.breaker_failures, config.breaker_seconds)
+        self._breaker = Breaker(config.breaker_failures, PAUSE_SECONDS)
 
     def ask(self, document: Any, parse: Callable[[Any], Any]) -> Any:
         """``parse`` of the JSON answer. Raises ServiceError if no try gets an answer, RewardError if ``parse`` rejects
@@ -107,7 +109,7 @@ class Endpoint:
     def _answer(self, body: bytes) -> Any:
         was_late = False
         for tried in range(self._config.retries + 1):
-            wait = self._config.backoff_seconds * 2**tried * random.uniform(0.5, 1.0)
+            wait = BACKOFF_SECONDS * 2**tried * random.uniform(0.5, 1.0)
             try:  # the timeout of requests bounds only the pause between two bytes
                 response: requests.Response = call_with_timeout(lambda: self._post(body), self._timeout, self.who)
             except RewardError as error:

@@ -25,6 +25,8 @@ from asyncrlhf.rewards.reward_config import SandboxConfig
 
 WATCH_SECONDS = 0.25
 PR_SET_PDEATHSIG, SUBREAPER = 1, 36  # of prctl(2)
+# Of a reward function: far above what one needs, far below a full disk or what Linux lets a process hold open.
+FILE_BYTES, OPEN_FILES = 2**30, 1024
 NEW_USER, NEW_NET = 0x10000000, 0x40000000  # of unshare(2)
 
 
@@ -75,8 +77,8 @@ def confine(config: SandboxConfig) -> None:
     with suppress(OSError, AttributeError):  # Linux only; not essential elsewhere
         ctypes.CDLL(None, use_errno=True).prctl(SUBREAPER, 1, 0, 0, 0)
     _limit(resource.RLIMIT_AS, int(config.memory_gb * 2**30))
-    _limit(resource.RLIMIT_FSIZE, int(config.file_mb * 2**20))
-    _limit(resource.RLIMIT_NOFILE, config.open_files)
+    _limit(resource.RLIMIT_FSIZE, FILE_BYTES)
+    _limit(resource.RLIMIT_NOFILE, OPEN_FILES)
     _limit(resource.RLIMIT_CORE, 0)
 
 

@@ -153,7 +153,7 @@ def cores_of(config: RunConfig, available: Collection[int]) -> Cores | None:
         return None
     own, count = config.learner, len(available)
     others = sum(p.cpus for p in parts_of(specs(config, config.weights), config.cluster) if p.kind != "learner")
-    dedicated = config.ray.dedicated_learner_cores and not placement_plan(config).sharing
-    if dedicated and (split := split_cores(available, own.ranks, own.threads, others)) is not None:
+    apart = not placement_plan(config).sharing
+    if apart and (split := split_cores(available, own.ranks, own.threads, others)) is not None:
         return Cores(len(split.others))
     return Cores(count, own.ranks * max(1, own.threads))

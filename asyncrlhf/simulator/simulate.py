@@ -48,7 +48,6 @@ OVERRIDES = (
     "learner.gradient_reduction=microbatch",
     "learner.zero_stage=0",
     "learner.zero_offload=none",
-    "learner.zero_offload_params=none",
     "learner.optim=adamw",
     "learner.routing_replay=false",
     *(f"learner.{size}=1" for size in PARALLEL),

@@ -74,12 +74,9 @@ def tokenise(job: Job, split: Split) -> tuple[Split, dict[str, int]]:
 def _trainer(job: Job, pairs: Split) -> Any:
     from trl import RewardConfig, RewardTrainer  # slow imports, after the checks of the input
 
-    centre = job.config.reward_model.center_rewards_coefficient or None
     # TRL adds a new head with one label; all of the model trains.
     head = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
-    return build_trainer(
-        job, RewardTrainer, RewardConfig, pairs.train, pairs.heldout, head, center_rewards_coefficient=centre
-    )
+    return build_trainer(job, RewardTrainer, RewardConfig, pairs.train, pairs.heldout, head)
 
 
 def measure(job: Job, pairs: Split) -> dict[str, Any]:

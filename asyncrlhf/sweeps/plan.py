@@ -176,9 +176,6 @@ def _jobs_of(
     own_seeds = not any(_key(override) == "seed" for override in combination)
     choices = {_key(override): _value(override) for override in combination if _key(override) in swept}
     composed = from_hydra(compose_config(combination, folder))
-    if "async.max_staleness" in swept and composed.async_.pacing == "auto" and composed.async_.mode == "async":
-        combination = [*combination, "async.pacing=fill"]  # paced, two bounds may come to one staleness
-        composed = replace(composed, async_=replace(composed.async_, pacing="fill"))
     kept = tuple(o for o in combination if not _key(o).startswith("sweep."))
     jobs = []
     for seed in range(seeds) if own_seeds else [composed.seed]:

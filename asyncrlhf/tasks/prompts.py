@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 # Without a separate split, at most one of this many texts is held out.
 HELDOUT_SHARE = 10
 LOOKED_AT = 1000  # rows that the first check reads
+SHUFFLE_BUFFER = 1000  # rows of a stream that are shuffled at a time; a dataset in order of its topics needs a file
 
 
 class PromptsTask:
@@ -132,7 +133,7 @@ class PromptsTask:
     def _pass(self, seed: int, epoch: int) -> Iterator[Prompt]:
         """One pass over a stream."""
         rows = read_rows(self._config, self._config.split)
-        mixed = shuffled(rows, self._config.shuffle_buffer, np.random.default_rng([seed, epoch]))
+        mixed = shuffled(rows, SHUFFLE_BUFFER, np.random.default_rng([seed, epoch]))
         return (prompt for prompt in self._prompts(mixed, count=False) if prompt.text not in self._withheld)
 
     def heldout(self) -> list[Prompt]:

@@ -286,8 +286,8 @@ class FaultyAnnotator(Mortal, LocalAnnotator):
         except ReplicaError as error:
             self._deaths += 1
             self.thaw()
-            if self._deaths > self._spec.settings.max_restarts:
-                raise WorkerLostError(f"{error} It is not started again ({self._spec.kind}.max_restarts).") from error
+            if self._deaths > self._spec.max_restarts:
+                raise WorkerLostError(f"{error} It is not started again (max_restarts).") from error
             raise
         self._deaths = 0
         return answer

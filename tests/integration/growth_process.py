@@ -22,7 +22,7 @@ from tests.ray_run import before, until, watch
 
 STORE = 100 * 2**20
 RUN = (
-    "runtime=ray", "steps=24", "generator.max_replicas=2", "generator.max_restarts=1", "task.heldout_size=2",
+    "runtime=ray", "steps=24", "generator.max_replicas=2", "max_restarts=1", "task.heldout_size=2",
     "logging.progress=plain", "stall_timeout_seconds=60",
 )  # fmt: skip
 

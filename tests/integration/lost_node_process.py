@@ -20,7 +20,7 @@ from tests.ray_run import before, watch
 
 RUN = (
     "runtime=ray", "cluster=interleave", "steps=14", "batch_size=16", "generator.replicas=2", "checkpoint.every=3",
-    "generator.max_restarts=1", "learner.max_restarts=1", "task.heldout_size=2", "stall_timeout_seconds=100",
+    "max_restarts=1", "task.heldout_size=2", "stall_timeout_seconds=100",
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrlhf.cluster.local_runtime import LocalLearner
+from asyncrlhf.orchestrator import adaptive
 from asyncrlhf.records.show.progress import Progress
 from tests.integration.test_local_loop import interrupt_after
 from tests.loop import FAKE, run, train_nothing
@@ -23,14 +24,14 @@ ADAPTIVE = (
     "generator.fake.latency_median=0.05",
     "learner.virtual_step_seconds=0.1",
     "async=adaptive",
-    "async.adapt_every=2",
-    "async.adapt_patience=2",
 )
 
 
 def forced(monkeypatch: pytest.MonkeyPatch, ess: Callable[[int], float]) -> None:
     """Have the learner report this ESS, by the version that the step began with."""
     train_nothing(monkeypatch)
+    monkeypatch.setattr(adaptive, "STEPS", 2)
+    monkeypatch.setattr(adaptive, "GOOD_LOOKS", 2)
     original = LocalLearner.train
 
     async def train(self: LocalLearner, items: Sequence[Any]) -> Any:

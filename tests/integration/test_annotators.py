@@ -219,9 +219,9 @@ def test_resume_has_start_model_and_resumed_critic_and_goes_on_bit_for_bit(tmp_p
 @pytest.mark.parametrize(
     "change",
     [
-        "reference.where=service critic.where=service",
+        "reference.workers=1 critic.workers=1",
         "generator.temperature=0.9",
-        pytest.param("reference.where=learner critic.where=learner", marks=pytest.mark.thorough),
+        pytest.param("reference.workers=0 critic.workers=0", marks=pytest.mark.thorough),
     ],
 )
 def test_what_a_checkpoint_lacks_is_computed_when_it_is_taken_up(
@@ -237,7 +237,7 @@ def test_what_a_checkpoint_lacks_is_computed_when_it_is_taken_up(
             asked.append((kind, len(payloads), None if ticket is None else ticket.version))
         return await original(self, payloads, ticket)
 
-    fresh = change.startswith("reference.where=service")
+    fresh = change.startswith("reference.workers=1")
     interrupt_after(tmp_path, 2, *(OWN if fresh else SERVED), "steps=4", "async.max_staleness=3")
     held = read_rollouts(next(tmp_path.glob("checkpoints/*/rollouts.arrow")))
     assert held, "the buffer was empty, so nothing is tried"
@@ -245,7 +245,7 @@ def test_what_a_checkpoint_lacks_is_computed_when_it_is_taken_up(
         assert (rollout.ref_logprobs is None, rollout.values is None) == (fresh, fresh)
         assert fresh or rollout.critic_version in (0, 1, 2)
     monkeypatch.setattr(LocalAnnotator, "annotate", annotate)
-    again = (*OWN, *change.split()) if "where" in change else (*SERVED, change)
+    again = (*OWN, *change.split()) if "workers" in change else (*SERVED, change)
     resumed = loop.run(tmp_path, *again, "steps=4", "async.max_staleness=3", "checkpoint.resume=auto")
     resumed.assert_ledger_whole()
     reference, critic = ("ReferenceWorker", len(held), None), ("CriticWorker", len(held), 2)

@@ -35,7 +35,7 @@ SHORT: dict[str, tuple[AlgorithmConfig, dict[str, Any]]] = {
     "zero 2, optimizer on the host": (AlgorithmConfig(), {"zero_stage": 2, "zero_offload": "cpu"}),
     "zero 3, all on the host": (
         AlgorithmConfig(),
-        {"zero_stage": 3, "zero_offload": "cpu", "zero_offload_params": "cpu", "gradient_checkpointing": True},
+        {"zero_stage": 3, "zero_offload": "cpu_params", "gradient_checkpointing": True},
     ),
     "zero 3, logits of five tokens at a time": (AlgorithmConfig(), {"zero_stage": 3}),
 }
@@ -145,7 +145,7 @@ def test_bfloat16_keeps_float32_masters_and_comes_close(stage: int) -> None:
         ({"backend": "deepspeed", "zero_stage": 4}, r"learner\.zero_stage=4 is out of range"),
         ({"backend": "deepspeed", "zero_offload": "nvme"}, r"learner\.zero_offload=nvme is not known.*none, cpu"),
         ({"backend": "deepspeed", "zero_offload": "cpu"}, r"needs learner\.zero_stage of at least 1, not 0"),
-        ({"backend": "deepspeed", "zero_offload_params": "cpu", "zero_stage": 2}, "of at least 3, not 2"),
+        ({"backend": "deepspeed", "zero_offload": "cpu_params", "zero_stage": 2}, "of at least 3, not 2"),
         ({"backend": "deepspeed", "mixed_precision": "float16"}, "allowed with deepspeed: none, bfloat16"),
         ({"backend": "deepspeed", "sharding": "fsdp2"}, r"learner\.sharding=fsdp2 needs learner\.backend=torch"),
         ({"backend": "deepspeed", "zero_stage": 3, "compile": True}, r"compile does not work with .*zero_stage=3"),

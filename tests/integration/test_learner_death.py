@@ -237,7 +237,7 @@ def test_a_fault_that_comes_back_ends_the_run_with_its_first_cause(
 ) -> None:
     struck = strike(monkeypatch, "train", 4, 7, 7, 7)
     with pytest.raises(ReplicaError, match=r"^learner-0 died: struck in train.* died 3 times at step 7 .*restarts=2"):
-        run(tmp_path, *COMMON, "checkpoint.every=3", "learner.max_restarts=2")
+        run(tmp_path, *COMMON, "checkpoint.every=3", "max_restarts=2")
     assert struck == [4, 7, 7, 7], "a death before a step that was done since does not count"
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["exit_reason"].startswith("failed: learner-0 died: struck in train")

@@ -133,7 +133,7 @@ def test_a_killed_generator_loses_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_run_ends_when_every_restart_is_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meddle(monkeypatch, kill_at(*np.arange(0.1, 3, 0.1).tolist()))
     with pytest.raises(ReplicaError, match="no generator is left: generator-0 died after 2 restarts"):
-        run(tmp_path, *FAKE, "steps=500", "generator.max_restarts=2")
+        run(tmp_path, *FAKE, "steps=500", "max_restarts=2")
 
 
 def test_resume_goes_on_bit_for_bit(tmp_path: Path) -> None:

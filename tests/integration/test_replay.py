@@ -73,7 +73,7 @@ def test_reuse_trains_each_rollout_as_often_as_set(tmp_path: Path, reuse: int) -
 
 
 @pytest.mark.parametrize(
-    ("policy", "sampling"), [("drop", "uniform"), ("mask", "priority"), ("wait", "priority"), ("downweight", "lifo")]
+    ("policy", "sampling"), [("drop", "uniform"), ("mask", "reward_spread"), ("wait", "age"), ("downweight", "lifo")]
 )
 @pytest.mark.more_but(every=4)
 def test_replay_beside_fresh_rollouts(tmp_path: Path, policy: str, sampling: str) -> None:

@@ -101,13 +101,13 @@ def test_an_endpoint_that_dies_in_mid_run_ends_it_with_the_cause(tmp_path: Path)
     assert summary["ledger"]["adds_up"] and summary["ledger"]["trained"] > 0
 
 
-def test_with_on_failure_stop_the_first_failure_ends_the_run(tmp_path: Path) -> None:
+def test_where_none_may_fail_the_first_failure_ends_the_run(tmp_path: Path) -> None:
     with serving() as server:
         now_and_then(server, lambda _: (400, {}, b"too rude to be rated"), every=9)
         with pytest.raises(
-            RewardError, match=r"Rollout \d+ got no reward \(reward\.on_failure=stop\): .*too rude"
+            AsyncRLHFError, match=r"1 of the last \d+ rollouts failed \(max_failure_fraction=0\); .*too rude"
         ) as end:
-            loop.run(tmp_path, *SHORT, *HTTP, f"reward.http.url={server.url}", "reward.on_failure=stop")
+            loop.run(tmp_path, *SHORT, *HTTP, f"reward.http.url={server.url}", "max_failure_fraction=0")
     assert end.value.exit_code == 1
     summary = summary_of(tmp_path)
     assert "too rude to be rated" in summary["exit_reason"]

@@ -137,7 +137,7 @@ def test_waiting_rollouts_keep_their_experts_over_a_kill(tmp_path: Path, moe: Pa
 REFUSED = {
     "generator.engine=fake": r"generator\.engine=fake does not report them; allowed: engine=hf",
     "generator.engine=vllm": r"generator\.gpus=0 with engine=vllm, which cannot on a CPU, does not",
-    "generator.engine=vllm generator.gpus=1 generator.vllm.enable_prefix_caching=false": "vllm.enable_prefix_caching=f",
+    "generator.engine=vllm generator.gpus=1 generator.vllm.engine_kwargs={enable_prefix_caching:false}": "_caching=f",
     "generator.engine=vllm generator.gpus=2 generator.vllm.pipeline_parallel_size=2": "vllm.pipeline_parallel_size=2",
     "generator.engine=vllm generator.gpus=1 generator.stop=[x]": r"generator\.stop=\['x'\] with engine=vllm",
     "generator.groups={a:{engine:hf},b:{engine:fake}}": r"generator\.engine=fake does not report",

@@ -296,7 +296,7 @@ def test_nonsense_is_one_sentence(words: list[str], said: str, capsys: pytest.Ca
 @pytest.mark.parametrize(
     "learner",
     [
-        "learner=zero3 learner.zero_offload=cpu learner.zero_offload_params=cpu",
+        "learner=zero3 learner.zero_offload=cpu_params",
         "learner.backend=deepspeed learner.zero_stage=1 learner.sequence_parallel_size=2",
         "learner.tensor_parallel_size=2", "learner.expert_parallel_size=2", "learner.context_parallel_size=2",
         "learner.pipeline_parallel_size=2", "learner.optim=adamw_8bit learner.gpus=1",

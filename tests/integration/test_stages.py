@@ -166,7 +166,9 @@ def test_evaluate_with_what_the_stages_made(
     assert found["reward_mean"] == pytest.approx(np.mean(rewards))
 
 
-def test_a_judge_decides_the_win_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_judge_decides_the_win_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A fake behind an OpenAI-compatible server: right sums get 9, wrong ones 3; of one answer it cannot tell."""
     lost: list[str] = []
 
@@ -179,8 +181,9 @@ def test_a_judge_decides_the_win_rate(tmp_path: Path, capsys: pytest.CaptureFixt
         return {"choices": [{"message": {"content": said}}]}
 
     with serving(judge) as server:
+        monkeypatch.setattr("asyncrlhf.rewards.judge.QUESTIONS_AT_ONCE", 1)
         engine = ("reward.judge.engine=http", "reward.judge.model=m", f"reward.http.url={server.url}")
-        text = ("reward.judge.template='{prompt}|{response}'", "reward.judge.concurrency=1")
+        text = ("reward.judge.template='{prompt}|{response}'",)
         small = ("task.heldout_size=12", "evaluation.against=answers", f"run_dir={tmp_path}", *QUIET)
         assert main(["evaluate", "reward.kind=judge", *engine, *text, *small]) == 0
     found = json.loads((tmp_path / "evaluation.json").read_text())
@@ -207,7 +210,12 @@ def test_train_takes_the_model_and_the_reward_model(tuned: Path, judge: Path, da
 def test_an_interrupted_stage_goes_on_to_the_same_weights(
     data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = [f"sft.path={data / 'sft.jsonl'}", "sft.max_steps=6", "sft.logging_steps=1", "sft.learning_rate=1e-3"]
+    settings = [
+        f"sft.path={data / 'sft.jsonl'}",
+        "sft.max_steps=6",
+        "sft.trainer_kwargs={logging_steps:1}",
+        "sft.learning_rate=1e-3",
+    ]
     assert main(["sft", *settings, *QUIET, f"run_dir={data}/whole"]) == 0
     log = StageRecord.log
 
@@ -252,8 +260,8 @@ def test_packed_rows_do_not_see_each_other(data: Path) -> None:
     losses = []
     for packing in ("false", "true"):
         run = data / f"packing-{packing}"
-        steps = ("sft.max_steps=1", "sft.logging_steps=1")
-        settings = (f"sft.path={data / 'sft.jsonl'}", *steps, f"sft.packing={packing}")
+        keywords = f"sft.trainer_kwargs={{logging_steps:1,packing:{packing}}}"
+        settings = (f"sft.path={data / 'sft.jsonl'}", "sft.max_steps=1", keywords)
         size = ("sft.per_device_train_batch_size=100", "sft.max_length=64", "sft.heldout_fraction=0")
         assert main(["sft", *settings, *size, *QUIET, f"run_dir={run}"]) == 0
         losses.append(metrics(run)[0]["loss"])
@@ -311,9 +319,14 @@ TALK = [{"role": "user", "content": "1+1="}]
 BAD = [
     ("sft", "sft.path=", [], ["sft.path is empty"]),
     ("sft", "sft.path={}", [{"messages": TALK}] * 2, ["tokenizer of model.path=tiny has no chat template"]),
-    ("sft", "sft.path={} sft.assistant_only_loss=true", [{"text": "1"}] * 2, ["assistant_only_loss=true is for mess"]),
+    (
+        "sft",
+        "sft.path={} sft.trainer_kwargs={{assistant_only_loss:true}}",
+        [{"text": "1"}] * 2,
+        ["assistant_only_loss is for mess"],
+    ),
     ("sft", "sft.path={} sft.max_steps=0", [{"text": "1"}], ["sft.max_steps=0 is out of range", "-1"]),
-    ("sft", "sft.path={} sft.packingg=true", [{"text": "1"}], ["did you mean sft.packing?"]),
+    ("sft", "sft.path={} sft.max_lenght=9", [{"text": "1"}], ["did you mean sft.max_length?"]),
     ("sft", "sft.path={} model.path=./nowhere", [{"text": "1"}] * 2, ["model.path=./nowhere does not exist"]),
     ("sft", "sft.path={} sft.mixed_precision=float16", [{"text": "1"}], ["float16 needs a GPU"]),
     (
@@ -340,7 +353,6 @@ BAD = [
         [{"prompt": f"{i}+1=", "chosen": "1", "rejected": "2"} for i in range(9)],
         ["no row that leaves anything to train on within reward_model.max_length=5"],
     ),
-    ("reward-model", "reward_model.center_rewards_coefficient=-1", [], ["center_rewards_coefficient=-1", ">= 0"]),
 ]
 
 

@@ -343,7 +343,7 @@ def test_a_stall_in_an_evaluation_is_not_said_to_be_of_the_batch(
 
 def test_a_hang_in_an_evaluation_is_one_death_under_its_own_cause(tmp_path: Path) -> None:
     """The end of the process that was replaced is no death of the replica that replaced it."""
-    frozen = ("generator.fake.latency_median=86400", "generator.fake.latency_sigma=0", "generator.max_restarts=2")
+    frozen = ("generator.fake.latency_median=86400", "generator.fake.latency_sigma=0", "max_restarts=2")
     with pytest.raises(ReplicaError, match=r"died after 2 restarts .*Cause: generator-0 did not answer gener"):
         run(tmp_path, *FAKE, *frozen, "generator.fake.tail_probability=1", "stall_timeout_seconds=1e6")
     lines = (tmp_path / "journal.jsonl").read_text().splitlines()

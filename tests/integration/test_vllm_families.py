@@ -31,7 +31,9 @@ def test_samples_have_the_log_probs_of_plain_passes(family: str, tmp_path: Path)
     model = build_miniature(shape)
     model.save_pretrained(tmp_path)
     model.set_attn_implementation("eager")
-    own = VllmConfig(block_size=32, kv_cache_gb=0.05, max_model_len=128, max_num_batched_tokens=512)
+    own = VllmConfig(
+        engine_kwargs={"block_size": 32, "max_num_batched_tokens": 512}, kv_cache_gb=0.05, max_model_len=128
+    )
     engine = VllmEngine(
         VllmCore(GeneratorConfig(engine="vllm", slots=32, vllm=own), ModelConfig(path=str(tmp_path))), slots=32
     )

@@ -109,7 +109,7 @@ def coefficient_rule(config: AlgorithmConfig) -> Coefficient:
         "signed": (config.cap_low, config.cap_high),
         "soft": (config.sapo_temperature_pos, config.sapo_temperature_neg),
         "gamma": (config.vespo_k_pos, config.vespo_lambda_pos, config.vespo_k_neg, config.vespo_lambda_neg),
-        "dprob": (config.delta_low, config.delta_high, config.cap_high),
+        "dprob": (config.epsilon, config.epsilon_high, config.cap_high),
         "geoclip": (config.epsilon, config.epsilon_high),
     }
     return COEFFICIENTS[config.coef](*bounds[config.coef])

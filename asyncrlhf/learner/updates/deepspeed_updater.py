@@ -275,9 +275,9 @@ def engine_settings(
     # In elements. Each engine allocates all of it: 2 GB of float32, even if the gradients take a few megabytes.
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": min(BUCKET, parameters)}
     pinned = {"device": "cpu", "pin_memory": device.type == "cuda"}
-    if config.zero_offload == "cpu":
+    if config.zero_offload != "none":
         zero["offload_optimizer"] = pinned
-    if config.zero_offload_params == "cpu":
+    if config.zero_offload == "cpu_params":
         zero["offload_param"] = pinned
     if stage == 3:
         zero["stage3_param_persistence_threshold"] = 10 * hidden_size  # norms and biases stay whole

@@ -110,10 +110,11 @@ class Assembly:
     def _refuse_mass_failure(self, error: str) -> None:
         failures = self._outcomes.count(False)
         full = len(self._outcomes) == self._outcomes.maxlen
-        if full and failures > self._state.config.max_failure_fraction * len(self._outcomes):
+        allowed = self._state.config.max_failure_fraction
+        if (full or not allowed) and failures > allowed * len(self._outcomes):
             raise AsyncRLHFError(
                 f"{failures} of the last {len(self._outcomes)} rollouts failed "
-                f"(max_failure_fraction={self._state.config.max_failure_fraction:g}); the last cause: {error}"
+                f"(max_failure_fraction={allowed:g}); the last cause: {error}"
             )
         if full and None in self._outcomes and True not in self._outcomes:
             raise AsyncRLHFError(

@@ -36,7 +36,7 @@ class MlflowSink:
             found = client.get_experiment_by_name(name)
             experiment = found.experiment_id if found is not None else client.create_experiment(name)
             label = f"{run.run_dir.parent.name}/{run.run_dir.name}"
-            group = run.logging.wandb_group
+            group = run.logging.wandb_keywords.get("group", "")
             tags = {"stage": run.stage, **({"group": group} if group else {})}
             self._id = client.create_run(experiment, run_name=label, tags=tags).info.run_id
             id_file.write_text(self._id + "\n")

@@ -24,6 +24,7 @@ _QUIET: dict[str, Any] = {"silent": True, "console": "off", "save_code": False}
 INIT_TIMEOUT = 20.0  # seconds that it may try to reach its server at a run's start
 FINISH_TIMEOUT = 60.0  # seconds that W&B's own process may send after a run's end
 _TRYING_AGAIN = (b"retrying", b"giving up")  # of W&B's own log, when it does not reach its server
+COMPLETIONS = 16  # rows of a table: some for a look, while rollouts/*.parquet has all
 SCRATCH = "asyncrlhf-wandb-"  # the folder of the files of W&B's own processes, which they leave behind
 COMPLETION_COLUMNS = ("prompt", "response", "reward", "staleness", "consumed_at_version", "state", "extra")
 
@@ -126,13 +127,9 @@ class WandbSink:
         run_id = id_file.read_text().strip() if resumed else uuid.uuid4().hex[:8]
         id_file.write_text(run_id + "\n")
         return self._wandb.init(
-            entity=logging.wandb_entity or None,
             project=logging.wandb_project,
-            group=logging.wandb_group or None,
-            job_type=logging.wandb_job_type or facts.stage,
-            name=logging.wandb_name or f"{facts.run_dir.parent.name}/{facts.run_dir.name}",
-            tags=logging.wandb_tags or None,
-            notes=logging.wandb_notes or None,
+            **{"job_type": facts.stage, "name": f"{facts.run_dir.parent.name}/{facts.run_dir.name}"}
+            | logging.wandb_keywords,
             id=run_id,
             resume="allow" if resumed else None,  # offline, too: else `wandb sync` would replace the parts before
             dir=str(facts.run_dir),
@@ -150,12 +147,12 @@ class WandbSink:
     def _log_completions(self, run: Any, step: int | None = None) -> None:
         """A table of the first rollouts of the newest Parquet file, if there is a new one. W&B asks its server about a
         table, and waits or fails without one: the metrics are logged before, and no table while it is not reached."""
-        if self._unreached or not self._logging.wandb_completions:
+        if self._unreached:
             return
         parts = sorted((self._facts.run_dir / ROLLOUTS_FOLDER).glob("part-*.parquet"))
         new = [path for path in parts if path.name not in self._parts_seen]
         self._parts_seen |= {path.name for path in new}
-        rows = list(_cells(new[-1], self._logging.wandb_completions)) if new else []
+        rows = list(_cells(new[-1])) if new else []
         if not rows:
             return
         try:
@@ -205,8 +202,8 @@ class WandbSink:
         return f"nothing is lost: {self._sync} sends it later."
 
 
-def _cells(path: Path, rows: int) -> Iterator[list[Any]]:
-    batch = next(pq.ParquetFile(path).iter_batches(rows, columns=list(COMPLETION_COLUMNS)), None)
+def _cells(path: Path) -> Iterator[list[Any]]:
+    batch = next(pq.ParquetFile(path).iter_batches(COMPLETIONS, columns=list(COMPLETION_COLUMNS)), None)
     for row in batch.to_pylist() if batch is not None else []:
         uses = row["consumed_at_version"]
         row["consumed_at_version"] = uses[-1] if uses else None

@@ -102,10 +102,10 @@ def test_uniform_takes_each_group_equally_often_whatever_the_arrival_order() -> 
 
 
 def test_priority_prefers_reward_spread_or_freshness() -> None:
-    for config, favourite in (({"priority": "reward_spread"}, 0), ({"priority": "age"}, 1)):
+    for sampling, favourite in (("reward_spread", 0), ("age", 1)):
         counts: Counter[int] = Counter()
         for seed in range(300):
-            buffer = make_buffer(1, seed, sampling="priority", flow={"max_staleness": 5}, **config)
+            buffer = make_buffer(1, seed, sampling=sampling, flow={"max_staleness": 5})
             fill(buffer, make_group(0, low=0, rewards=(0.0, 4.0)), make_group(1, low=5, rewards=(0.0, 0.25)))
             counts.update(take_ids(buffer, 5))
         # By spread the odds are sqrt(2.001) : sqrt(0.126), by age 1/6 : 1.
@@ -127,14 +127,14 @@ def test_priority_weights_are_unbiased(count: int) -> None:
 
 
 def test_priority_weight_scales_the_largest_to_one() -> None:
-    buffer = make_buffer(2, seed=1, sampling="priority")
+    buffer = make_buffer(2, seed=1, sampling="reward_spread")
     fill(buffer, *(make_group(i, rewards=(0.0, 10.0**i)) for i in range(4)))
     taken = buffer.take(0)
     assert taken is not None
     weights = {t.group_id: t.rollouts[0].weight for t in taken}
     assert max(weights.values()) == 1.0
     assert weights[min(weights)] == 1.0 > weights[max(weights)]  # the likelier group counts less
-    buffer = make_buffer(2, sampling="priority")
+    buffer = make_buffer(2, sampling="reward_spread")
     fill(buffer, make_group(0, rewards=(0.0, 9.0)), make_group(1))
     taken = buffer.take(0)
     assert taken is not None and [t.rollouts[0].weight for t in taken] == [
@@ -217,7 +217,9 @@ def test_replay_leaves_half_of_the_buffer_to_fresh_groups() -> None:
 
 
 def test_replayed_weights_correct_among_the_replayed_only() -> None:
-    buffer = make_buffer(4, seed=3, replay_fraction=1.0, max_reuse=3, sampling="priority", flow={"max_staleness": 4})
+    buffer = make_buffer(
+        4, seed=3, replay_fraction=1.0, max_reuse=3, sampling="reward_spread", flow={"max_staleness": 4}
+    )
     fill(buffer, *(make_group(i, rewards=(0.0, 4.0**i)) for i in range(4)))
     assert take_ids(buffer, 0) == [0, 1, 2, 3]
     fill(buffer, *(make_group(i, low=1) for i in range(4, 8)))
@@ -235,7 +237,9 @@ def test_replay_draws_represent_what_may_be_replayed() -> None:
     """Weighted by 1/p, and put right for the largest being 1, the drawn groups stand for the whole pool."""
     values, sums, plain = np.array([5.0, 1.0, 1.0, 1.0]), [], []
     for seed in range(1500):
-        buffer = make_buffer(4, seed, replay_fraction=1.0, max_reuse=2, sampling="priority", flow={"max_staleness": 4})
+        buffer = make_buffer(
+            4, seed, replay_fraction=1.0, max_reuse=2, sampling="reward_spread", flow={"max_staleness": 4}
+        )
         fill(buffer, *(make_group(i, rewards=(0.0, 9.0 if i == 0 else 0.3)) for i in range(4)))
         assert take_ids(buffer, 0) == [0, 1, 2, 3]
         fill(buffer, *(make_group(i, low=1) for i in range(4, 6)))
@@ -429,7 +433,7 @@ def test_check_batch(flow: dict[str, Any], version: int, entry: RolloutGroup, al
 
 
 def test_state_survives_json_and_draws_go_on() -> None:
-    config: dict[str, Any] = {"sampling": "priority", "max_reuse": 2, "flow": {"max_staleness": 8}}
+    config: dict[str, Any] = {"sampling": "reward_spread", "max_reuse": 2, "flow": {"max_staleness": 8}}
     buffer = make_buffer(2, **config)
     fill(buffer, *(make_group(i, rewards=(0.0, float(i))) for i in range(8)))
     buffer.reserve(3)

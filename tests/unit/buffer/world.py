@@ -58,7 +58,6 @@ class Setting:
     eta: int = 2
     over_stale: str = "drop"
     sampling: str = "fifo"
-    priority: str = "reward_spread"
     max_reuse: int = 1
     publish_every: int = 1
     groups: int = 2  # a step
@@ -92,7 +91,6 @@ class Setting:
             self.capacity,
             self.sampling,
             self.max_reuse,
-            self.priority,
             self.filter_zero_spread,
             self.replay_fraction,
             self.max_age,
@@ -343,7 +341,7 @@ class World:
         self.journal.note("bound", bound=bound)
         self.evict_stale()
 
-    def evict(self) -> None:
+    def evict_stale(self) -> None:
         self.buffer.set_bound(self.limit)
         self.file(self.buffer.evict_stale(self.version))
 

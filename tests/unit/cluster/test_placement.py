@@ -331,4 +331,4 @@ def test_too_few_gpus_end_in_a_sentence_that_names_the_way_out(monkeypatch: pyte
 )
 def test_vllm_replicas_that_share_gpus_with_the_learner_can_sleep(overrides: list[str], sleeps: bool) -> None:
     config = load_config(["generator=vllm", "learner.gpus=1", *overrides])
-    assert [spec.generator.vllm.enable_sleep_mode for spec in generator_specs(config)] == [sleeps]
+    assert [bool(spec.generator.vllm.sleep_level) for spec in generator_specs(config)] == [sleeps]

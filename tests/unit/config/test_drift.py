@@ -191,3 +191,11 @@ def test_code_is_compared_with_the_modules_beside_it_that_it_imports(
     assert source_files("drift_installed") == [installed / "drift_installed.py"]
     (change,) = drift(to_plain(config), config, held={"reward.target": "before"}, found=held)
     assert change.decision == "note"
+
+
+def test_a_setting_that_no_longer_exists_is_named_and_decided_by_its_group() -> None:
+    before = to_plain(load_config([]))
+    before["logging"]["wandb_notes"], before["reward"]["on_failure"] = "x", "stop"
+    found = {change.key: change for change in drift(before, load_config([]))}
+    assert (found["logging.wandb_notes"].decision, found["reward.on_failure"].decision) == ("note", "refuse")
+    assert str(found["reward.on_failure"]) == "reward.on_failure=nothing (was stop): is no setting of this version"

@@ -243,7 +243,7 @@ def test_a_plan_of_a_data_sheet_says_so() -> None:
 
 def test_overrides_name_every_decision() -> None:
     said = overrides(Layout(ranks=4, sharding="3", tensor=2, services=1), gpus=True, kinds=("reference",))
-    assert {"learner.zero_stage=3", "generator.gpus=2", "reference.where=service", "async.lag=null"} <= set(said)
+    assert {"learner.zero_stage=3", "generator.gpus=2", "reference.workers=1", "async.lag=null"} <= set(said)
     assert {"async.mode=sync", "async.max_staleness=null"} <= set(overrides(Layout(max_staleness=0), gpus=False))
 
 

@@ -136,7 +136,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
     pytest.importorskip("mlflow.tracking", reason="the extra mlflow is not installed")
     folder = tmp_path_factory.mktemp("sinks")
-    own = (*FAKE, "logging.sinks=[tensorboard,mlflow]", "checkpoint.every=2", "logging.wandb_group=study")
+    own = (*FAKE, "logging.sinks=[tensorboard,mlflow]", "checkpoint.every=2", "logging.wandb_kwargs={group:study}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_TRACKING_URI", f"file:{folder / 'store'}")
         patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database would need more packages

@@ -49,9 +49,9 @@ def files(run_dir: Path) -> list[Path]:
 def logged(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """Six steps, then two more of the same run."""
     folder = tmp_path_factory.mktemp("sweep") / "lag-2"
-    tags = "logging.wandb_tags=['lag=2','seed=0']"
-    named = ("logging.wandb_group=study", "logging.wandb_job_type=quality", tags, "logging.wandb_notes='a, b'")
-    first = run(folder, *LOGGED, *named, "steps=6", "logging.wandb_model=true", "logging.wandb_entity=us")
+    keywords = "entity:us,group:study,job_type:quality,tags:['lag=2','seed=0'],notes:'a, b'"
+    named = (f"logging.wandb_kwargs={{{keywords}}}",)
+    first = run(folder, *LOGGED, *named, "steps=6", "logging.wandb_model=true")
     assert "sinks" not in first.summary
     return run(folder, *LOGGED, *named, "steps=8", "checkpoint.resume=auto")
 

@@ -151,7 +151,7 @@ def test_an_import_that_never_ends_or_ends_the_process_is_one_sentence(
 
 @pytest.fixture(scope="module")
 def greedy() -> Iterator[Scorer]:
-    made = scorer("greedy", 20.0, cpu_seconds=1, memory_gb=2, processes=8, file_mb=1, open_files=40)
+    made = scorer("greedy", 20.0, cpu_seconds=1, memory_gb=2, processes=8)
     yield made
     made.close()
 

@@ -118,7 +118,6 @@ def test_a_part_that_waits_for_its_core_finds_cold_caches(tmp_path: Path) -> Non
     [
         ((), Cores(1)),
         (("generator.replicas=2",), Cores(2, learner=1)),
-        (("ray.dedicated_learner_cores=false",), Cores(2, learner=1)),
         (("generator.gpus=1",), None),
         (("runtime=local",), None),
     ],

@@ -24,16 +24,6 @@ def test_choices_times_seeds_seed_by_seed() -> None:
     assert plan.jobs[0].name == "lag=0,algorithm=grpo,seed=0"
 
 
-def test_bounds_that_are_compared_are_filled() -> None:
-    """Paced, two bounds may come to one staleness, and the sweep would compare a run with itself."""
-    jobs = plan_sweep(["async.max_staleness=1,4"]).jobs
-    assert {job.config.async_.pacing for job in jobs} == {"fill"}
-    assert all("async.pacing=fill" in job.overrides for job in jobs)
-    paced = plan_sweep(["async.max_staleness=1,4", "async.pacing=just_in_time"]).jobs
-    assert {job.config.async_.pacing for job in paced} == {"just_in_time"}
-    assert {job.config.async_.pacing for job in plan_sweep(["seed=0,1"]).jobs} == {"auto"}
-
-
 def test_globs_and_explicit_seeds_are_hydras() -> None:
     assert len(plan_sweep(["algorithm=glob(d*grpo)"]).jobs) == 2
     assert [job.seed for job in plan_sweep(["seed=3,5"]).jobs] == [3, 5]
