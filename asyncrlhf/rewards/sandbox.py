@@ -34,7 +34,7 @@ STANDARD_ERROR = 2
 LOOK_SECONDS = 0.05  # between two counts of a function's processes
 GUARDS = 1  # processes of ours below it
 ANSWER_BYTES = 64 << 20
-FOLDER = "asyncrlhf-reward-"  # in the temporary folder, prefix of the functions' own folders
+FOLDER = "asyncrlhf-function-"  # in the temporary folder, prefix of the functions' own folders
 MOST_ENDED = 10_000  # limit of processes ended at once, because a function may start them endlessly
 
 
