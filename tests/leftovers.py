@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrlhf.scratch import Scratch
+from asyncrlhf.scratch import Scratch, remove_abandoned
 
 VARIABLE = "TESTS_FOLDER"  # every process of the session has it in its environment
 WORKER = "PYTEST_XDIST_WORKER"
@@ -21,6 +21,7 @@ SECONDS = 20.0  # for what is just ending
 LONGEST = 8  # Ray's sockets are below it, and their paths may have 107 characters
 # The process that starts tests is not their only one, and these end with it, not before.
 ENDS_WITH_US = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+LOCKED = ("asyncrlhf-forks-", "asyncrlhf-ray-", "asyncrlhf-reward-", "asyncrlhf-wandb-", "r-")
 SHARED = Path("/dev/shm")
 
 
@@ -41,6 +42,8 @@ class Session:
         return found
 
     def _left(self) -> list[str]:
+        for prefix in LOCKED:  # of processes that tests have killed: the next start would remove them
+            remove_abandoned(prefix, str(self.scratch.path))
         processes = [f"process {p.pid}: {' '.join(line)[:200]}" for p, line in _ours(str(self.scratch.path))]
         own = _of_this_process()
         files = [
