@@ -12,7 +12,7 @@ from asyncrlhf.models.checkpoint_folder import load_tokenizer
 from tests.found import EOS, TOKENS, edit, found
 from tests.loop import run
 from tests.numeric import FLOAT32, assert_close
-from tests.unit.data.test_converted import adapter
+from tests.unit.models.test_converted import adapter
 
 HF = (
     "generator.engine=hf", "generator.slots=16", "generator.max_completion_length=12", "steps=2", "batch_size=16",
