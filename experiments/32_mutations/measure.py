@@ -30,8 +30,9 @@ import yaml
 
 HERE = Path(__file__).resolve().parent
 CPU_SECONDS = 60  # of one process of tests: the same before and after; waiting for other processes costs none
-FAR, FAR_SECONDS = 2, 25  # the part of the tests that are runs of the whole, and how much of that is theirs
+FAR, FAR_SECONDS = 2, 35  # the part of the tests that are runs of the whole, and how much of that is theirs
 WALL_SECONDS = 1200  # a fault that has the tests wait forever
+LEAST_LETTERS = 5  # of a word of a module's name, such as "shared" of shared_memory
 TEST_SECONDS = 400  # one test; a test that hangs has found the fault
 CHOSEN = "not thorough and not vllm and not gpu"
 # Ray, vLLM, DeepSpeed and compilers start for longer than a fault may take.
@@ -111,34 +112,42 @@ def tests_for(module: str, tree: Path) -> list[list[str]]:
     each is imported only if those before it found nothing.
 
     Unit tests that import the module; unit tests that import a module beside it, those of its room, contract tests that
-    import its room; then runs of the whole in one process, those first whose text has the module's name most often.
-    Otherwise the smallest file first. No test and no file is named here, so that the rule holds for any set of tests.
+    import its room, or, for a module that no unit test imports, the tests that import its users; then runs of the whole
+    in one process, those first whose text has the module's name most often. Otherwise the smallest file first. No test
+    and no file is named here, so that the rule holds for any set of tests.
     """
     texts = {path: path.read_text() for path in sorted((tree / "tests").rglob("test_*.py"))}
     texts = {path: text for path, text in texts.items() if path.parent != tree / "tests" and "gpu" not in path.parts}
     room = module.rsplit(".", 1)[0]
     top = ".".join(module.split(".")[:2])
+    package = {path: path.read_text() for path in sorted((tree / "asyncrlhf").rglob("*.py"))}
 
     def of(folder: str) -> list[Path]:
         inside = [path for path in texts if path.relative_to(tree / "tests").parts[0] == folder]
         return sorted(inside, key=lambda path: (len(texts[path]), path))
 
-    def imports(path: Path, name: str) -> bool:
+    def imports(text: str, name: str) -> bool:
         parent, _, last = name.rpartition(".")
-        return re.search(rf"{re.escape(name)}\b|from {re.escape(parent)} import .*\b{last}\b", texts[path]) is not None
+        return re.search(rf"{re.escape(name)}\b|from {re.escape(parent)} import .*\b{last}\b", text) is not None
 
     def nearness(path: Path) -> tuple[int, int]:
-        """The more often a test's text has the module's own name, the nearer; then the smaller."""
-        stem = re.escape(module.rsplit(".", 1)[1])
-        return -len(re.findall(stem, texts[path])), len(texts[path])
+        """The more often a test's text has the words of the module's name, the nearer; then the smaller."""
+        stem = module.rsplit(".", 1)[1]
+        words = [word for word in stem.split("_") if len(word) >= LEAST_LETTERS] or [stem]
+        return -sum(texts[path].count(word) for word in words), len(texts[path])
 
     unit, runs = of("unit"), [path for path in of("integration") if not HEAVY.search(texts[path])]
-    contract = [path for path in of("contract") if imports(path, top)]
-    own = [path for path in unit if len(path.parts) > 2 and path.parent.name == top.rsplit(".", 1)[-1]]
-    light = [path for path in unit if not HEAVY.search(texts[path])]
-    near = [path for path in light if imports(path, module)]
-    beside = [*(path for path in light if imports(path, room)), *(path for path in own if path in light), *contract]
-    far = sorted((path for path in runs if imports(path, module) or LOCAL.search(texts[path])), key=nearness)
+    unit = [path for path in unit if not HEAVY.search(texts[path])]
+    near = [path for path in unit if imports(texts[path], module)]
+    far = sorted((path for path in runs if imports(texts[path], module) or LOCAL.search(texts[path])), key=nearness)
+    if near:
+        own = [path for path in unit if path.parent.name == top.rsplit(".", 1)[-1]]
+        beside = [path for path in unit if imports(texts[path], room)] + own
+        beside += [path for path in of("contract") if imports(texts[path], top)]
+    else:
+        users = [path for path, text in package.items() if imports(text, module)]
+        names = [".".join(path.relative_to(tree).with_suffix("").parts) for path in users]
+        beside = [path for path in [*unit, *of("contract")] if any(imports(texts[path], name) for name in names)]
     parts = near, [path for path in dict.fromkeys(beside) if path not in near], far
     return [[str(path.relative_to(tree)) for path in part] for part in parts]
 
@@ -260,6 +269,11 @@ class Sound:
             (self.fails if status else self._passes).add(node)
         return node in self._passes
 
+    @property
+    def left_out(self) -> list[str]:
+        """Options for pytest: the functions of tests that fail, with any parameters."""
+        return [f"--deselect={function}" for function in sorted({node.split("[")[0] for node in self.fails})]
+
 
 def broken_files(copy: Path, folder: Path) -> set[str]:
     """The test files that cannot be imported although no fault was planted."""
@@ -282,7 +296,7 @@ def begin(fault: Fault, copy: Path, folder: Path, broken: set[str], sound: Sound
     parts = [[name for name in part if name not in broken] for part in tests_for(module, copy)]
     said = folder / f"{fault.id}.txt"
     said.unlink(missing_ok=True)
-    process = fork(copy, parts, said, ["-x", *(f"--deselect={node}" for node in sound.fails)])
+    process = fork(copy, parts, said, ["-x", *sound.left_out])
     return Job(fault, copy, said, process, time.monotonic(), (path, before), sum(map(len, parts)))
 
 
