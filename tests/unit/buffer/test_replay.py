@@ -12,7 +12,7 @@ import pytest
 
 from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
 from asyncrlhf.buffer.replay import ReplayBuffer
-from asyncrlhf.buffer.sampling import advantage, correction, must_wait, priority
+from asyncrlhf.buffer.sampling import advantage, beyond, correction, must_wait, priority
 from asyncrlhf.errors import LedgerError, StaleBatchError
 from asyncrlhf.types import RolloutGroup
 from tests.unit.buffer.world import make_group
@@ -472,3 +472,10 @@ def test_mask_keeps_a_group_as_long_as_one_sibling_is_inside_the_bound() -> None
     fill(buffer, RolloutGroup(0, (old, fresh)))
     assert buffer.evict(4) == []
     assert take_ids(buffer, 4) == [0]
+
+
+def test_groups_that_no_order_of_training_keeps_inside_the_bound() -> None:
+    begun = {7: 3, 8: 3, 9: 3, 6: 4}  # by id, the version that each began with
+    assert beyond(5, begun, bound=2, groups_per_step=1) == {8, 9}  # 7 trains at 5, 6 at 6
+    assert beyond(5, begun, bound=2, groups_per_step=3) == set()
+    assert beyond(6, begun, bound=2, groups_per_step=3) == {7, 8, 9}
