@@ -3,6 +3,7 @@
 python experiments/32_mutations/measure.py run OUT.csv [--tree .] [--only PART] [--jobs 2] [--again]
 python experiments/32_mutations/measure.py confirm OUT.csv [--tree .]
 python experiments/32_mutations/measure.py compare BEFORE.csv AFTER.csv
+python experiments/32_mutations/measure.py sites [--tree .]
 """
 
 from __future__ import annotations
@@ -421,6 +422,14 @@ def confirm(args: argparse.Namespace) -> None:
                 print(said.with_suffix(".log").read_text()[-3000:])
 
 
+def sites(args: argparse.Namespace) -> None:
+    """Print the faults whose text is nowhere in the tree, without running a test: they need a pair under `also`."""
+    gone = [fault for fault in faults() if site(fault, args.tree / "asyncrlhf") is None]
+    for fault in gone:
+        print(f"{fault.id:26} {fault.file}: {fault.old!r}")
+    print(f"{len(gone)} of {len(faults())} faults have no site.")
+
+
 def compare(args: argparse.Namespace) -> None:
     """Print the faults that one of two measurements found and the other did not."""
     before, after = read(args.before), read(args.after)
@@ -435,10 +444,11 @@ def compare(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for function in (run, confirm):
+    for function in (run, confirm, sites):
         command = commands.add_parser(function.__name__, help=function.__doc__)
         command.set_defaults(function=function)
-        command.add_argument("out", type=Path)
+        if function is not sites:
+            command.add_argument("out", type=Path)
         command.add_argument("--tree", type=Path, default=HERE.parents[1], help="package and tests to measure")
         if function is run:
             command.add_argument("--only", default="", help="part of an id, as a regular expression")
