@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import os
 import re
 import resource
@@ -21,7 +22,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -33,7 +34,7 @@ HERE = Path(__file__).resolve().parent
 CPU_SECONDS = 60  # of one process of tests: the same before and after; waiting for other processes costs none
 FAR, FAR_SECONDS = 2, 35  # the part of the tests that are runs of the whole, and how much of that is theirs
 WALL_SECONDS = 1200  # a fault that has the tests wait forever
-LEAST_LETTERS = 5  # of a word of a module's name, such as "shared" of shared_memory
+WORD = re.compile(r"[A-Za-z_]{4,}")
 TEST_SECONDS = 400  # one test; a test that hangs has found the fault
 CHOSEN = "not thorough and not vllm and not gpu"
 # Ray, vLLM, DeepSpeed and compilers start for longer than a fault may take.
@@ -108,49 +109,53 @@ def site(fault: Fault, package: Path) -> tuple[Path, str] | None:
     return None
 
 
-def tests_for(module: str, tree: Path) -> list[list[str]]:
-    """The test files for a module such as ``asyncrlhf.buffer.replay``, in the order in which they run, in three parts:
-    each is imported only if those before it found nothing.
+def tests_for(fault: Fault, module: str, tree: Path) -> list[list[str]]:
+    """The test files for a fault in a module such as ``asyncrlhf.buffer.replay``, in the order in which they run, in
+    three parts: each is imported only if those before it found nothing.
 
     Unit tests that import the module; unit tests that import a module beside it, those of its room, contract tests that
     import its room, or, for a module that no unit test imports, the tests that import its users; then runs of the whole
-    in one process, those first whose text has the module's name most often. Otherwise the smallest file first. No test
-    and no file is named here, so that the rule holds for any set of tests.
+    in one process. In each part first the files that have most of the rare words of the fault's place. No test and no
+    file is named here, so that the rule holds for any set of tests.
     """
     texts = {path: path.read_text() for path in sorted((tree / "tests").rglob("test_*.py"))}
     texts = {path: text for path, text in texts.items() if path.parent != tree / "tests" and "gpu" not in path.parts}
-    room = module.rsplit(".", 1)[0]
-    top = ".".join(module.split(".")[:2])
     package = {path: path.read_text() for path in sorted((tree / "asyncrlhf").rglob("*.py"))}
+    room, stem = module.rsplit(".", 1)
+    top = ".".join(module.split(".")[:2])
+    has = {path: set(WORD.findall(text)) for path, text in texts.items()}
+    rarity = {
+        word: math.log(len(has) / (1 + sum(word in own for own in has.values()))) for word in words_of(fault, stem)
+    }
+
+    def order(paths: Iterable[Path]) -> list[Path]:
+        score = {path: sum(weight for word, weight in rarity.items() if word in has[path]) for path in paths}
+        return sorted(score, key=lambda path: (-score[path], len(texts[path]), path))
 
     def of(folder: str) -> list[Path]:
         inside = [path for path in texts if path.relative_to(tree / "tests").parts[0] == folder]
-        return sorted(inside, key=lambda path: (len(texts[path]), path))
+        return inside if folder == "contract" else [path for path in inside if not HEAVY.search(texts[path])]
 
     def imports(text: str, name: str) -> bool:
         parent, _, last = name.rpartition(".")
         return re.search(rf"{re.escape(name)}\b|from {re.escape(parent)} import .*\b{last}\b", text) is not None
 
-    def nearness(path: Path) -> tuple[int, int]:
-        """The more often a test's text has the words of the module's name, the nearer; then the smaller."""
-        stem = module.rsplit(".", 1)[1]
-        words = [word for word in stem.split("_") if len(word) >= LEAST_LETTERS] or [stem]
-        return -sum(texts[path].count(word) for word in words), len(texts[path])
-
-    unit, runs = of("unit"), [path for path in of("integration") if not HEAVY.search(texts[path])]
-    unit = [path for path in unit if not HEAVY.search(texts[path])]
-    near = [path for path in unit if imports(texts[path], module)]
-    far = sorted((path for path in runs if imports(texts[path], module) or LOCAL.search(texts[path])), key=nearness)
+    near = [path for path in of("unit") if imports(texts[path], module)]
+    far = [path for path in of("integration") if imports(texts[path], module) or LOCAL.search(texts[path])]
     if near:
-        own = [path for path in unit if path.parent.name == top.rsplit(".", 1)[-1]]
-        beside = [path for path in unit if imports(texts[path], room)] + own
+        beside = [p for p in of("unit") if imports(texts[p], room) or p.parent.name == top.rsplit(".", 1)[-1]]
         beside += [path for path in of("contract") if imports(texts[path], top)]
     else:
         users = [path for path, text in package.items() if imports(text, module)]
         names = [".".join(path.relative_to(tree).with_suffix("").parts) for path in users]
-        beside = [path for path in [*unit, *of("contract")] if any(imports(texts[path], name) for name in names)]
-    parts = near, [path for path in dict.fromkeys(beside) if path not in near], far
+        beside = [p for p in [*of("unit"), *of("contract")] if any(imports(texts[p], name) for name in names)]
+    parts = order(near), order(path for path in beside if path not in near), order(far)
     return [[str(path.relative_to(tree)) for path in part] for part in parts]
+
+
+def words_of(fault: Fault, stem: str) -> set[str]:
+    """The words of a fault's place: those of its text, and its module's name."""
+    return {*WORD.findall(fault.old), *WORD.findall(fault.id.replace("-", " ")), stem}
 
 
 def copy_of(tree: Path, folder: Path) -> Path:
@@ -294,7 +299,7 @@ def begin(fault: Fault, copy: Path, folder: Path, broken: set[str], sound: Sound
     before = path.read_text()
     path.write_text(text)
     module = ".".join(path.relative_to(copy).with_suffix("").parts)
-    parts = [[name for name in part if name not in broken] for part in tests_for(module, copy)]
+    parts = [[name for name in part if name not in broken] for part in tests_for(fault, module, copy)]
     said = folder / f"{fault.id}.txt"
     said.unlink(missing_ok=True)
     process = fork(copy, parts, said, ["-x", *sound.left_out])
