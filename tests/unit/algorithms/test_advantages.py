@@ -99,6 +99,21 @@ def test_vtrace_against_the_paper(seed: int, gamma: float, lam: float) -> None:
         assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("lam", [1.0, 0.9])
+def test_gae_of_stale_tokens_has_the_targets_of_vtrace_and_its_own_advantages(lam: float) -> None:
+    batch = ragged_batch(3)
+    mask, ids = batch.tensors()
+    rewards, values, drift = (torch.from_numpy(x) for x in (batch.token_advantages, batch.values, batch.prox))
+    given = {"log_ratio": drift - torch.from_numpy(batch.mu), "rho_bar": 1.3, "c_bar": 1.1, "gamma": 0.9, "lam": lam}
+    advantage, targets = advantages.gae(rewards, values, mask, ids, **given)
+    _, theirs = advantages.vtrace(rewards, values, loss_mask=mask, sequence_ids=ids, **given)
+    assert_close(targets, theirs)
+    parts = (batch.split(x.numpy()) for x in (advantage, rewards, values, theirs))
+    for a, r, v, target in zip(*parts, strict=True):
+        later, gap = np.append(v[1:], 0.0), np.append((target - v)[1:], 0.0)
+        assert_close(a, r + 0.9 * later - v + 0.9 * lam * gap)
+
+
 def test_without_a_critic_vtrace_forgets_the_reward() -> None:
     """With V = 0 and a terminal reward, A_0 is the product of min(1, r): near 0 after 200 tokens of sd 0.1."""
     drift = 0.1 * torch.randn(200, generator=torch.Generator().manual_seed(0)).double()

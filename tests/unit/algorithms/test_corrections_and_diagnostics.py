@@ -15,7 +15,7 @@ from asyncrlhf.algorithms.aggregate import normaliser_count
 from asyncrlhf.algorithms.kl import kl_estimate, kl_sequence_rewards, kl_token_rewards
 from asyncrlhf.algorithms.losses import value_loss
 from asyncrlhf.algorithms.masked import masked_mean
-from asyncrlhf.algorithms.statistics import BIN, EffectiveSize, Percentile, Statistic, together
+from asyncrlhf.algorithms.statistics import BIN, EffectiveSize, Largest, Mean, Percentile, Spread, Statistic, together
 from asyncrlhf.algorithms.weights import (
     behavior_weight,
     interpolated_proximal,
@@ -323,3 +323,19 @@ def test_percentiles_of_broken_and_of_no_values() -> None:
 
     assert (p99(), p99(0.0, 0.0), p99(0.0, math.inf), p99(1.0, math.nan)) == (0.0, 0.0, math.inf, math.inf)
     assert 3e-7 <= p99(*[1e-9] * 50, *[3e-7] * 2) <= 3e-7 * (1 + BIN)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 13, 40])
+def test_statistics_of_two_ranks_add_up_to_those_of_all_tokens(cut: int) -> None:
+    logs = 3 * torch.randn(40, generator=torch.Generator().manual_seed(cut)).double()
+    everywhere = torch.ones(40, dtype=torch.bool)
+
+    def found(part: slice) -> list[Statistic]:
+        x, mask = logs[part], everywhere[part]
+        sizes = [EffectiveSize.over(x, mask, share=share) for share in (False, True)]
+        quantiles = [Percentile.of_sizes(x.abs(), 0.9), Percentile.of_integers(x.round(), 0.5)]
+        return [Mean.over(x, mask), Spread.over(x, mask), Largest.of(x), *sizes, *quantiles]
+
+    for mine, theirs, whole in zip(found(slice(0, cut)), found(slice(cut, 40)), found(slice(0, 40)), strict=True):
+        assert_close(float(mine + theirs), float(whole))
+        assert_close(float(theirs + mine), float(whole))

@@ -237,3 +237,11 @@ def test_senseless_switches_are_refused() -> None:
         normaliser_count("const", mask, ids)
     with pytest.raises(ValueError, match="allowed: token"):
         normaliser_count("mean", mask, ids)
+
+
+def test_the_signed_rule_acts_on_negative_advantages_alone() -> None:
+    ratio, gains = torch.tensor([2.0, 2.0, 2.0, 0.5]), torch.tensor([-1.0, 0.0, 1.0, -1.0])
+    nothing, mask = torch.zeros(4), torch.ones(4, dtype=torch.bool)
+    found, clipped = signed(0.0, 1.0)(RatioFacts(ratio, gains, nothing, nothing, mask, torch.zeros(4).long()))
+    assert found.tolist() == [1.0, 1.0, 1.0, 0.5]
+    assert clipped.tolist() == [True, False, False, False]

@@ -202,3 +202,23 @@ def test_undone_training_leaves_each_rollout_where_its_other_uses_say() -> None:
     assert entry is not None and entry.trained_at == (1,)
     book.train(3, 2, last_use=True)
     assert book.counts()["uses"] == 4
+
+
+def test_a_rollout_that_returns_from_an_undone_training_is_buffered_and_not_dropped() -> None:
+    book = Ledger()
+    for i in range(2):
+        book.admit(i, i, make_prompt(i), 0.0)
+        book.start(i, "g0", 0)
+        book.finish_generation(i)
+        book.buffer(i)
+    returned = book.get(0)
+    assert returned is not None
+    for i in range(2):
+        book.train(i, 3, last_use=True)
+    book.undo_training(3, [returned])
+    book.check()
+    counts = book.counts()
+    assert (counts["buffered"], counts["trained"], counts["uses"]) == (1, 0, 0)
+    assert counts["dropped_by_reason"]["rolled_back"] == 1  # the other one
+    book.train(0, 3, last_use=True)
+    book.check()

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
 from asyncrlhf.buffer.replay import ReplayBuffer
-from asyncrlhf.buffer.sampling import advantage, correction, must_wait, priority
+from asyncrlhf.buffer.sampling import advantage, beyond, correction, must_wait, priority
 from asyncrlhf.errors import LedgerError, StaleBatchError
 from asyncrlhf.types import RolloutGroup
 from tests.unit.buffer.world import make_group
@@ -460,3 +460,26 @@ def test_a_checkpoint_larger_than_the_buffer_is_trained_before_anything_new_begi
     with pytest.raises(LedgerError, match="has -2 of 4 free"):
         smaller.reserve(1)
     assert smaller.take(0) is not None and smaller.free >= 0
+
+
+def test_wait_reports_groups_over_the_bound_and_drops_none() -> None:
+    buffer = make_buffer(1, flow={"max_staleness": 1, "over_stale": "wait"})
+    fill(buffer, make_group(0, low=0))
+    assert buffer.evict(3) == []
+    with pytest.raises(StaleBatchError, match=r"groups \[0\] are over it"):
+        buffer.take(3)
+
+
+def test_mask_keeps_a_group_as_long_as_one_sibling_is_inside_the_bound() -> None:
+    buffer = make_buffer(1, flow={"max_staleness": 1, "over_stale": "mask"})
+    old, fresh = make_group(0, low=0).rollouts[0], make_group(0, low=3).rollouts[1]
+    fill(buffer, RolloutGroup(0, (old, fresh)))
+    assert buffer.evict(4) == []
+    assert take_ids(buffer, 4) == [0]
+
+
+def test_groups_that_no_order_of_training_keeps_inside_the_bound() -> None:
+    begun = {7: 3, 8: 3, 9: 3, 6: 4}  # by id, the version that each began with
+    assert beyond(5, begun, bound=2, groups_per_step=1) == {8, 9}  # 7 trains at 5, 6 at 6
+    assert beyond(5, begun, bound=2, groups_per_step=3) == set()
+    assert beyond(6, begun, bound=2, groups_per_step=3) == {7, 8, 9}
