@@ -114,10 +114,10 @@ def _draw_config(rng: random.Random, seed: int) -> RunConfig:
         generator=replace(
             found.generator,
             replicas=rng.choice((1, 2, 2, 3, 8)),
-            slots=rng.choice((2, 4, 8)),
+            slots=(rng.choice((2, 4, 8)), rng.choice((0, 1, 3)))[0],  # a spare draw: what a seed draws next stays
         ),
         weights=replace(found.weights, publish_every=rng.choice((1, 1, 2))),
-        reward=replace(found.reward, workers=rng.choice((1, 2))),
+        reward=replace(found.reward, workers=(rng.choice((1, 2)), rng.choice((0, 2)))[0]),
         reference=replace(found.reference, workers=rng.choice((1, 2)) if found.reference_served else 0),
         critic=replace(found.critic, workers=rng.choice((1, 2)) if found.critic_served else 0),
         fusion=replace(

@@ -20,7 +20,7 @@ from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.types import RolloutInfo
 from tests.chaos.simulation import Result, draw_config, seeds_of, simulate
 
-SEEDS = {"few": range(0, 200, 8), "all": range(200)}
+SEEDS = {"few": range(3, 200, 8), "all": range(200)}
 # What each of these seeds once showed; each fails without its repair.
 FOUND = {
     61: "an evaluation waited for a frozen generator that had no restart left",

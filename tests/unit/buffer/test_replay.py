@@ -465,7 +465,7 @@ def test_a_checkpoint_larger_than_the_buffer_is_trained_before_anything_new_begi
 def test_wait_reports_groups_over_the_bound_and_drops_none() -> None:
     buffer = make_buffer(1, flow={"max_staleness": 1, "over_stale": "wait"})
     fill(buffer, make_group(0, low=0))
-    assert buffer.evict(3) == []
+    assert buffer.evict_stale(3) == []
     with pytest.raises(StaleBatchError, match=r"groups \[0\] are over it"):
         buffer.take(3)
 
@@ -474,7 +474,7 @@ def test_mask_keeps_a_group_as_long_as_one_sibling_is_inside_the_bound() -> None
     buffer = make_buffer(1, flow={"max_staleness": 1, "over_stale": "mask"})
     old, fresh = make_group(0, low=0).rollouts[0], make_group(0, low=3).rollouts[1]
     fill(buffer, RolloutGroup(0, (old, fresh)))
-    assert buffer.evict(4) == []
+    assert buffer.evict_stale(4) == []
     assert take_ids(buffer, 4) == [0]
 
 

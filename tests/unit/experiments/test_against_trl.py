@@ -68,7 +68,7 @@ def test_an_interrupted_series_leaves_the_rounds_it_made(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(bench, "trl_round", their_round)
     monkeypatch.setattr(bench, "our_round", lambda *_: {"samples_per_second": 3.0, "reward": 0.4, "rewards": [0.4]})
-    monkeypatch.setattr(bench, "alone", alone)
+    monkeypatch.setattr(bench.overlap, "alone", alone)
     words = ["--repeats", "3", "--first-seed", "7", "--out", str(tmp_path / "series.json"), "batch_size=16"]
     with pytest.raises(KeyboardInterrupt):
         bench.run(words)

@@ -83,8 +83,9 @@ def test_a_window_longer_than_any_affordable_text_is_seen_in_the_small_model(mon
     assert choose_policy(from_config(config))[0].packing
     attend = PackedLayout.attend
 
-    def blind(self: PackedLayout, *tensors: Any, sliding_window: int | None = None, **options: Any) -> Any:
-        return attend(self, *tensors, **options)
+    def blind(self: PackedLayout, *given: Any) -> Any:
+        *tensors, scoring = given
+        return attend(self, *tensors, scoring._replace(window=None))
 
     monkeypatch.setattr(PackedLayout, "attend", blind)
     policy, reason = choose_policy(from_config(config))
