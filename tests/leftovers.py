@@ -7,6 +7,7 @@ import tempfile
 import time
 import weakref
 from contextlib import suppress
+from multiprocessing import util
 from multiprocessing.process import current_process
 from pathlib import Path
 
@@ -21,7 +22,9 @@ SECONDS = 20.0  # for what is just ending
 LONGEST = 8  # Ray's sockets are below it, and their paths may have 107 characters
 # The process that starts tests is not their only one, and these end with it, not before.
 ENDS_WITH_US = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-LOCKED = ("asyncrlhf-forks-", "asyncrlhf-ray-", "asyncrlhf-reward-", "asyncrlhf-wandb-", "r-")
+LOCKED = ("asyncrlhf-forks-", "asyncrlhf-ray-", "asyncrlhf-function-", "asyncrlhf-wandb-", "r-")
+# Made by programs that keep them for their next start: torch's compiler (its cache) and the command `wandb` (its log).
+KEPT_BY_OTHERS = ("torchinductor_", "debug-cli.")
 SHARED = Path("/dev/shm")
 
 
@@ -49,7 +52,7 @@ class Session:
         files = [
             f"file {path}"
             for path in self.scratch.path.iterdir()
-            if not path.name.startswith("pytest-of-") and str(path) not in own
+            if not path.name.startswith(("pytest-of-", *KEPT_BY_OTHERS)) and str(path) not in own
         ]
         return processes + files + [f"shared memory {path}" for path in _unused(self.shared)]
 
@@ -117,4 +120,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.config.pluginmanager.getplugin("terminalreporter").stats.setdefault("error", []).append(report)
         session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
     if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        for finalizer in list(util._finalizer_registry.values()):  # type: ignore[attr-defined]
+            if finalizer._callback is util._remove_temp_dir:  # type: ignore[attr-defined]
+                finalizer()  # at this process's end it would miss its folder
         begun.scratch.close()
