@@ -250,7 +250,7 @@ def _own_folder(given: Mapping[str, Any]) -> Path:
     """The run directory, created here if files must be in it before the run starts."""
     from asyncrlhf.orchestrator.run import new_run_dir
     from asyncrlhf.records.write.record_marker import refuse_used_folder
-    from asyncrlhf.records.write.recorder import writing_to
+    from asyncrlhf.records.write.whole_files import writing_to
 
     folder = Path(given.get("run_dir") or new_run_dir(str(given.get("name", "arithmetic"))))
     if given.get("checkpoint.resume", "no") == "no":

@@ -27,15 +27,22 @@ MONTH = 30 * DAY  # no part of a run is waited for longer
 
 
 def setting(
-    default: Any, about: str, *, choices: Sequence[str] = (), entries: type | None = None, **bounds: float | bool
+    default: Any,
+    about: str,
+    *,
+    choices: Sequence[str] = (),
+    entries: type | None = None,
+    common: bool = False,
+    **bounds: float | bool,
 ) -> Any:
     """A field of a dataclass of settings. ``about``, one sentence with the unit, is its description in
     ``asyncrlhf train --help``, docs/reference/settings.md and the schema for editors.
 
     :func:`check_settings` enforces ``choices`` and ``bounds`` (those of :func:`check_range`; without, a number lies
-    between -MOST and MOST); ``entries`` is the dataclass of a mapping's entries.
+    between -MOST and MOST); ``entries`` is the dataclass of a mapping's entries; ``common``: one of
+    the settings that a newcomer changes, which help and reference show first.
     """
-    metadata = {"about": about, "choices": tuple(choices), "entries": entries, "bounds": bounds}
+    metadata = {"about": about, "choices": tuple(choices), "entries": entries, "bounds": bounds, "common": common}
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 # Before any library reads them: tests never reach a network, and two threads a process would fight over two cores.
 # `make test-numeric` asks for two all the same, by TEST_THREADS: they add in another order.
@@ -20,6 +21,8 @@ os.environ.update(
         "OMP_NUM_THREADS": os.environ.get("TEST_THREADS", "1"),
         "MKL_NUM_THREADS": os.environ.get("TEST_THREADS", "1"),
         "MPLBACKEND": "Agg",
+        # The temporary folder of a session goes with it; what vLLM compiles takes half a minute of a processor.
+        "TORCHINDUCTOR_CACHE_DIR": str(Path(__file__).resolve().parents[1] / ".pytest_cache" / "torchinductor"),
     }
 )
 if os.environ.get("ATEN_CPU_CAPABILITY") == "default":
@@ -27,17 +30,15 @@ if os.environ.get("ATEN_CPU_CAPABILITY") == "default":
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import gc
-import shutil
+import re
 import signal
 import sys
-import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import hypothesis
-import psutil
 import pytest
 import torch
 
@@ -52,7 +53,7 @@ hypothesis.settings.register_profile("asyncrlhf", deadline=None)
 hypothesis.settings.load_profile("asyncrlhf")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
-pytest_plugins = ["tests.numeric"]  # --margins
+pytest_plugins = ["tests.leftovers", "tests.numeric"]  # --margins
 
 ROOT = Path(__file__).resolve().parents[1]
 OBJECT_STORE_BYTES = 256 * 2**20
@@ -62,7 +63,7 @@ IMPORTED = pytest.StashKey[int]()  # modules at the last look
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Where tests run in several processes: those of one file stay together, for they share what is costly to make, and
-    so do all files that share Ray, and all that ask the other implementations."""
+    so do all files that share Ray, all that import vLLM, and all that ask the other implementations."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]
@@ -76,7 +77,38 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def shared_with(file: str) -> str:
     if file.startswith("tests/references/"):
         return "references"
-    return "ray" if "ray_local" in (ROOT / file).read_text() else file
+    text = (ROOT / file).read_text()
+    return "ray" if "ray_local" in text else "vllm" if "vllm_tiny" in text else file
+
+
+QUICK, REST = "not more and not thorough", "more and not thorough"  # what `make test` and `make test-more` choose
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files of which no test will run are not imported: that takes some of them seconds of a processor."""
+    chosen = config.getoption("markexpr")
+    if chosen not in (QUICK, REST) or not collection_path.name.startswith("test_"):
+        return None
+    text = collection_path.read_text()
+    wholly, partly = re.search(r"^pytestmark = .*\bmark\.more\b", text, re.MULTILINE), "mark.more" in text
+    return True if (wholly if chosen == QUICK else not partly) else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that `-m` does not choose are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """``more_but("a", "b")``: the test's cases with one of these words in their ids stay in `make test`, the others are
+    `more`. ``more_but(every=4)``: every fourth case stays."""
+    cases: Counter[tuple[str, str]] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("more_but")
+        if mark is None or not isinstance(item, pytest.Function):
+            continue
+        case = cases[test := (item.nodeid.partition("[")[0], item.originalname)]
+        cases[test] += 1
+        words = item.callspec.id.split("-") if hasattr(item, "callspec") else []
+        stays = case % mark.kwargs["every"] == 0 if mark.kwargs else set(words) & set(mark.args)
+        if not stays:
+            item.add_marker("more")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -142,26 +174,6 @@ def ray_local() -> Iterator[Any]:
 
     from asyncrlhf.cluster.own_ray import OwnRay
 
-    # Ray puts Unix sockets below this folder, and their paths may have 107 characters: pytest's own are too long.
-    folder = Path(tempfile.mkdtemp(prefix="ray-"))
-    own = OwnRay(4, OBJECT_STORE_BYTES, _temp_dir=str(folder), configure_logging=False)
-    processes = psutil.Process().children(recursive=True)
-    try:
-        yield ray
-    finally:
-        processes += psutil.Process().children(recursive=True)
-        own.stop()
-        end_leftovers(processes, str(folder))
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def end_leftovers(processes: list[psutil.Process], marker: str) -> None:
-    """End those of ``processes`` that outlived Ray's shutdown and belong to the Ray whose folder is ``marker``."""
-    _, alive = psutil.wait_procs(processes, timeout=5)
-    for process in alive:
-        try:
-            command = " ".join(process.cmdline())
-            if marker in command or command.startswith("ray::"):
-                process.kill()
-        except psutil.NoSuchProcess:
-            continue
+    own = OwnRay(4, OBJECT_STORE_BYTES, configure_logging=False)
+    yield ray
+    own.stop()

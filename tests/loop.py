@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import shutil
 import tempfile
@@ -127,12 +126,16 @@ class Finished:
             assert sorted(rows.rollout_id) == list(range(ledger["admitted"]))
 
 
+HELD: list[tempfile.TemporaryDirectory[str]] = []  # until this process ends
+
+
 @cache
 def small_checkpoint() -> Path:
     """The packaged checkpoint with one layer of 16 random channels: of a fake engine's responses nothing is learned,
     and steps of this one cost less."""
-    folder = Path(tempfile.mkdtemp(prefix="small-checkpoint-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    held = tempfile.TemporaryDirectory(prefix="small-checkpoint-")
+    HELD.append(held)
+    folder = Path(held.name)
     packaged = Path(resolve(ModelConfig().path))
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "head_dim": 8}
     config = AutoConfig.from_pretrained(packaged, num_hidden_layers=1, num_key_value_heads=2, **sizes)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext
 
 import psutil
+
+from asyncrlhf.scratch import Scratch
 
 # By names that the working folder, the repository, leads to. torch._dynamo: every optimizer of torch imports it.
 IMPORTED = ["tests.unit.learner.ranks", "tests.integration.transport_process", "torch._dynamo", "deepspeed"]
@@ -25,3 +30,15 @@ def lives(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+@contextmanager
+def ray_files() -> Iterator[None]:
+    """What a Ray that starts meanwhile writes goes with this process."""
+    scratch = Scratch("r-")
+    os.environ["RAY_TMPDIR"] = str(scratch.path)
+    try:
+        yield
+    finally:
+        del os.environ["RAY_TMPDIR"]
+        scratch.close()

@@ -139,9 +139,11 @@ def greedy(completions: list[str], metadata: list[dict[str, Any]], **columns: An
         elif completion == "memory":
             kept.append(bytearray(3 << 30))
         elif completion == "file":
-            Path("large").write_bytes(bytes(3 << 20))
+            with Path("large").open("wb") as file:
+                file.seek(1 << 30)
+                file.write(b"x")
         elif completion == "files":
-            kept += [os.open("/", os.O_RDONLY) for _ in range(60)]
+            kept += [os.open("/", os.O_RDONLY) for _ in range(1025)]
         elif completion == "network":
             socket.create_connection(("127.0.0.1", about["port"]), timeout=5).close()
         elif completion == "answers":

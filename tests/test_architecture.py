@@ -22,7 +22,7 @@ CONF = ROOT / "conf"
 
 # A module or folder of the package, and the layer it stands on; imports point to the same layer or a lower one.
 LAYERS = {
-    "types": 0, "errors": 0, "validation": 0, "plugins": 0, "redaction": 0, "garbage": 0,
+    "types": 0, "errors": 0, "validation": 0, "plugins": 0, "redaction": 0, "garbage": 0, "scratch": 0,
     "algorithms": 1,
     "data": 2, "models": 2, "rewards": 2, "tasks": 2,
     "engines": 3, "learner": 3,
@@ -422,9 +422,10 @@ def test_yaml_holds_only_known_keys(path: Path) -> None:
 # Methods that change something, by name: what waits calls none of them in its condition.
 MUTATORS = frozenset(
     (
-        *("abandon", "add", "admit", "append", "begin", "cancel", "clear", "create_task", "discard", "drop", "end"),
-        *("evict", "extend", "fail", "insert", "notify", "pop", "popleft", "progressed", "purge", "put", "put_nowait"),
-        *("release", "remove", "requeue", "reserve", "set_result", "start", "take", "touch", "update"),
+        *("abandon", "add", "admit", "append", "begin", "cancel", "clear", "create_task", "discard", "drop"),
+        *("end", "evict_stale", "extend", "fail", "insert", "notify", "pop", "popleft", "progressed", "purge"),
+        *("put", "put_nowait", "release", "remove", "requeue", "reserve", "set_result", "start", "take"),
+        *("touch", "update"),
     )
 )
 # Calls that wait for a disk. The run's own classes and methods that do are named too.

@@ -21,7 +21,6 @@ from asyncrlhf.bench.run import BENCHMARKS
 from asyncrlhf.cli.main import COMMANDS, main
 from asyncrlhf.cli.plan import plan_parser
 from asyncrlhf.cli.settings_help import settings_help
-from asyncrlhf.cli.whatif import templates_parser, what_if_parser
 from asyncrlhf.config.compose import check_words, compose_config, load_config, split_config_dir, sweep_jobs
 from asyncrlhf.config.conversion import from_hydra
 from asyncrlhf.doctor.gpu_check import output_file
@@ -46,18 +45,18 @@ COMPOSED_ONLY = {
     r"--from runs/|--profile profile": "a run of the reader's own; tests/integration/test_simulate.py has one",
     r"^asyncrlhf profile model": "a checkpoint of the reader's own; tests/integration/test_profile.py has one",
     r"^asyncrlhf plan --(gpus|compare )": "files of the reader's own; tests/integration/test_plan.py has some",
-    r"--compare-templates": "minutes for each count; tests/unit/cli/test_whatif.py runs it small",
+    r"^asyncrlhf bench templates": "minutes for each count; tests/unit/experiments/test_templates.py runs it small",
     r"reward\.model\.path=\./my-reward": "a reward model of the reader's own",
     r"cluster=(flatten|interleave)": "devices",
-    r"^asyncrlhf bench overlap": "half an hour of alternated rounds; tests/unit/bench runs it short",
+    r"^asyncrlhf bench overlap": "half an hour of alternated rounds; of the same sides",
 }
 TINY = "batch_size=16 task.heldout_size=4"
 SMALL = f"{TINY} logging.wandb=disabled"
 RAY = "ray.object_store_mb=128 generator.threads=0"
 # Added to what matches first: "{}" where nothing is.
 SUFFIXES = {
-    r"--help|--list|^asyncrlhf (doctor|report|schema|status|whatif)": "",
-    r"^asyncrlhf evaluate": "task.heldout_size=4 evaluation.samples_shown=1",
+    r"--help|--list|^asyncrlhf (doctor|report|schema|status|verify)": "",
+    r"^asyncrlhf evaluate": "task.heldout_size=4",
     r"^asyncrlhf preferences": "preferences.num_prompts=8 task.heldout_size=4 reward.kind=python "
     "reward.target=my_rewards:score logging.wandb=disabled",
     r"^asyncrlhf (sft|reward-model)": "{group}.max_steps=2 logging.wandb=disabled",
@@ -123,8 +122,6 @@ def resolve(words: Sequence[str]) -> None:
         output_file(rest)
     elif verb in ("simulate", "profile"):
         load_config([word for word in rest[2:] if "=" in word])
-    elif {"--what-if", "--compare-templates"} & set(rest):
-        (what_if_parser if "--what-if" in rest else templates_parser)().parse_args(rest[1:])
     elif verb == "plan":
         load_config(plan_parser().parse_known_args(rest)[1])
     elif verb in ("schema", "report", "status", "verify", "watch"):

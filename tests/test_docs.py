@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -134,7 +135,7 @@ def test_the_way_of_a_rollout_is_as_short_as_it_says() -> None:
 
 def test_the_core_can_be_read_in_an_afternoon() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
-    part = page[page.index("## The core") : page.index("## Layers")]
+    part = page[page.index("## The core") : page.index("## The floor plan")]
     names = set(re.findall(r"`([a-z_]+/|[a-z_/]+\.py)`", part))
     files = {
         f
@@ -143,6 +144,24 @@ def test_the_core_can_be_read_in_an_afternoon() -> None:
     }
     assert all(file.exists() for file in files)
     assert sum(len(file.read_text().splitlines()) for file in files) <= 6500
+
+
+def test_the_floor_plan_draws_every_room_on_its_floor() -> None:
+    from tests.test_architecture import LAYERS, PLANNER, rooms
+
+    drawing = runpy.run_path(str(ROOT / "docs" / "images" / "draw_rooms.py"))
+    inner = {room: tuple(names.split()) for _, floor in drawing["FLOORS"] for room, _, names in floor}
+    drawn = {room: floor for floor, row in drawing["FLOORS"] for room, _, _ in row if floor}
+    folders = {room.split(".")[1] for room in rooms()} - {PLANNER}
+    assert drawn == {room: LAYERS[room] for room in folders | {"api"}}
+    for room, names in inner.items():
+        found = {other.split(".")[2] for other in rooms() if other.startswith(f"asyncrlhf.{room}.")}
+        assert set(names) == found, room
+    picture = (ROOT / "docs" / "images" / "floor_plan.svg").read_text()
+    assert picture == drawing["floor_plan"](), "draw it again: python docs/images/draw_rooms.py"
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    part = page[page.index("## The floor plan") : page.index("## One loss kernel")]
+    assert {f"{room}/" for room in {*folders, PLANNER}} <= set(re.findall(r"`([a-z_]+/)`", part))
 
 
 def test_names_of_other_frameworks_are_theirs() -> None:

@@ -37,13 +37,21 @@ def test_the_page_has_exactly_the_families_of_this_transformers() -> None:
 
 
 @pytest.mark.parametrize("family", SAMPLE)
+@pytest.mark.more_but(every=5)
 def test_rows_are_those_that_the_code_finds(family: str) -> None:
     assert models_page.row(family).line() == committed()[family], "make reference"
 
 
+def test_the_table_is_made_and_the_text_above_it_stays() -> None:
+    """Of another transformers the page has the version and the rows."""
+    made = models_page.page([models_page.row("llama")], PAGE.read_text().replace(transformers.__version__, "4.0.0"))
+    assert made.splitlines()[:18] == PAGE.read_text().splitlines()[:18]
+    assert made.endswith(f"|\n{committed()['llama']}\n") and "\n1 families. Learner: 1 packed." in made
+
+
 @pytest.mark.thorough
 def test_every_row_is_what_the_code_finds() -> None:
-    found = models_page.page([models_page.row(family) for family in models_page.families()])
+    found = models_page.page([models_page.row(family) for family in models_page.families()], PAGE.read_text())
     assert found == PAGE.read_text(), "make reference"
 
 

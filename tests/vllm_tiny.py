@@ -55,7 +55,10 @@ class TinyVllm:
         self.model = tiny_model(tied=tied)
         self.model.save_pretrained(folder)
         own = VllmConfig(
-            block_size=32, kv_cache_gb=0.05, max_model_len=128, max_num_batched_tokens=512, enable_lora=lora is not None
+            engine_kwargs={"block_size": 32, "max_num_batched_tokens": 512},
+            kv_cache_gb=0.05,
+            max_model_len=128,
+            enable_lora=lora is not None,
         )
         settings = GeneratorConfig(engine="vllm", slots=MOST_SLOTS, vllm=own)
         self.core = VllmCore(settings, ModelConfig(path=str(folder), lora=lora or LoraConfig()), sampled=sampled)

@@ -51,7 +51,8 @@ class AnnotatorWorker(Protocol):
 
 
 class AnnotatorSpec(Protocol):
-    """Everything that a worker needs to start on any machine. ``answer_seconds``: the deadline of one call to it."""
+    """Everything that a worker needs to start on any machine. ``answer_seconds``: the deadline of one call to it;
+    ``max_restarts``: deaths in a row after which it is not started again."""
 
     kind: ClassVar[str]  # reward, reference or critic: also the name of its settings
 
@@ -60,6 +61,9 @@ class AnnotatorSpec(Protocol):
 
     @property
     def answer_seconds(self) -> float: ...
+
+    @property
+    def max_restarts(self) -> int: ...
 
     def build(self, name: str) -> AnnotatorWorker: ...
 
@@ -72,6 +76,7 @@ class RewardSpec:
     max_completion_length: int
     cache_tokens: int = 0  # of each reward model, for chunks (fusion.granularity=chunk); 0: it scores whole rollouts
     answer_seconds: float = ANSWER_SECONDS
+    max_restarts: int = 0
 
     kind: ClassVar[str] = "reward"
 

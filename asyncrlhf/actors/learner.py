@@ -63,8 +63,7 @@ class LearnerSpec(BackendSpec):
 def load_models(spec: LearnerSpec, device: str) -> dict[str, Any]:
     """``model``, ``reference`` and ``files`` of a :class:`TorchBackend`: without weights if it reads its shards itself,
     else whole. The trained model is float32, a frozen reference has the model's own dtype."""
-    from asyncrlhf.models.blank_model import load_blank
-    from asyncrlhf.models.pretrained import load_policy
+    from asyncrlhf.models.pretrained import load_blank, load_policy
     from asyncrlhf.models.vocabulary import limit_vocabulary
 
     learner, own_reference = spec.learner, spec.algorithm.needs_reference and not spec.reference_served
@@ -84,7 +83,7 @@ class LearnerWorker:
 
     def __init__(self, spec: LearnerSpec, rank: int = 0, ranks: int = 1, address: str = "") -> None:
         from asyncrlhf.learner.asleep import RankSleep
-        from asyncrlhf.learner.ranks.distributed import init_process_group
+        from asyncrlhf.learner.ranks import init_process_group
         from asyncrlhf.learner.torch_backend import TorchBackend
         from asyncrlhf.transport.shard_snapshot import ShardSnapshot
 

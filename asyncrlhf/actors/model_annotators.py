@@ -11,7 +11,7 @@ import torch
 from asyncrlhf.actors.annotator import ANSWER_SECONDS
 from asyncrlhf.actors.messages import ArrayBundle, annotated
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.learner.model.output_layer import use_float32_head
+from asyncrlhf.learner.model.forward import use_float32_head
 from asyncrlhf.learner.settings.learner_config import CriticConfig, ReferenceConfig
 from asyncrlhf.learner.step.companions import ServedCritic
 from asyncrlhf.models.pretrained import load_policy, load_sampled
@@ -35,6 +35,7 @@ class ReferenceSpec:
     float32_head: bool = False
     cache_tokens: int = 0  # for chunks (fusion.granularity=chunk); 0: it reads whole rollouts
     answer_seconds: float = ANSWER_SECONDS
+    max_restarts: int = 0
 
     kind: ClassVar[str] = "reference"
 
@@ -82,6 +83,7 @@ class CriticSpec:
     runtime: str
     weights: WeightsConfig
     answer_seconds: float = ANSWER_SECONDS
+    max_restarts: int = 0
 
     kind: ClassVar[str] = "critic"
 

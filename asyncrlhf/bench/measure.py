@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: medians with their spread, tables, files, and a reward whose groups have spread."""
+"""Shared by all benchmarks: medians with their spread, tables, files, and a load whose groups have spread."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
+
+QUIET = ["logging=quiet", "eval_every=0", "task.heldout_size=8", "weights.audit_every=0"]
+# Enough work per step that the ratio is that of the two sides, not of the messages between them, and rewards with
+# spread, because the learner skips groups without.
+LOAD = [
+    "generator.max_completion_length=32",
+    "generator.ignore_eos=true",
+    "reward.kind=python",
+    "reward.target=asyncrlhf.bench.measure:coin",
+]
 
 
 def tell(number: int, of: int, what: str = "") -> None:

@@ -12,9 +12,9 @@ OVER_STALE = ("drop", "mask", "wait", "downweight")
 ON_WEIGHT_UPDATE = ("drain", "interrupt", "in_flight")
 DEFAULT_STALENESS, DEFAULT_LAG = 2, 1
 SETTABLE = {"max_staleness": "async", "lag": "fixed_lag"}  # by the one mode in which each may be given
-PACING = ("auto", "just_in_time", "fill")
-SAMPLING = ("fifo", "lifo", "uniform", "priority")
+PACING = ("fill", "just_in_time")
 PRIORITIES = ("reward_spread", "advantage", "age")
+SAMPLING = ("fifo", "lifo", "uniform", *PRIORITIES)
 
 
 @dataclass(frozen=True)
@@ -25,24 +25,22 @@ class AsyncConfig:
         "async",
         "How generation and training overlap: alternating (sync), one step apart (one_step), limited only by "
         "max_staleness (async), or exactly lag steps apart, so that runs repeat (fixed_lag).",
-        choices=MODES,
-    )
+        choices=MODES, common=True,
+    )  # fmt: skip
     max_staleness: int | None = setting(
         None,
         "Most learner steps by which a trained rollout's oldest token may lag behind. null: 2 with mode=async; the "
         "other modes set it themselves.",
-        low=0,
-    )
+        low=0, common=True,
+    )  # fmt: skip
     pacing: str = setting(
-        "auto",
-        "mode=async: prompts are admitted as soon as the bound allows (fill; the same as auto), or just in time for "
-        "the learner's next batch (just_in_time).",
+        "fill",
+        "mode=async: prompts are admitted as soon as the bound allows (fill), or just in time for the learner's next "
+        "batch (just_in_time).",
         choices=PACING,
     )
     lag: int | None = setting(
-        None,
-        "mode=fixed_lag: learner steps between a batch's generation and its training; null: 1.",
-        low=0,
+        None, "mode=fixed_lag: learner steps between a batch's generation and its training; null: 1.", low=0
     )
     on_weight_update: str = setting(
         "in_flight",
@@ -61,17 +59,11 @@ class AsyncConfig:
     )
     ess_floor: float = setting(
         0.5,
-        "adaptive=true halves the bound if the effective sample size (share of the batch, mean over adapt_every "
-        "steps) is lower.",
-        low=0,
-        high=1,
-        exclusive_low=True,
-    )
+        "adaptive=true halves the bound if the effective sample size (share of the batch, mean over five "
+        "steps) is lower; four higher means in a row raise it by one.",
+        low=0, high=1, exclusive_low=True,
+    )  # fmt: skip
     min_staleness: int = setting(0, "Smallest bound, in learner steps, that adaptive=true may set.", low=0)
-    adapt_every: int = setting(5, "Learner steps between two decisions of adaptive=true.", low=1)
-    adapt_patience: int = setting(
-        4, "Consecutive means above the floor before adaptive=true raises the bound by one.", low=1
-    )
 
     def __post_init__(self) -> None:
         check_settings("async", self)
@@ -128,21 +120,15 @@ class AsyncConfig:
 class BufferConfig:
     """How finished rollouts wait for the learner, and how often each is trained."""
 
-    capacity: int = setting(
-        0, "Rollouts that the buffer holds; 0: twice the number that the staleness bound admits.", low=0
-    )
+    capacity: int = setting(0, "Rollouts that it holds; 0: twice what the staleness bound admits.", low=0)
     sampling: str = setting(
-        "fifo", "Which groups a batch takes: oldest first, newest first, at random, or by priority.", choices=SAMPLING
+        "fifo",
+        "Which groups a batch takes: oldest first, newest first, at random, or by priority: those of unequal rewards, "
+        "of large advantages, or young ones.",
+        choices=SAMPLING,
     )
     max_reuse: int = setting(1, "Most times that a rollout is trained, within the staleness bound.", low=1)
-    priority: str = setting(
-        "reward_spread",
-        "What sampling=priority prefers: groups of unequal rewards, large advantages, or young groups.",
-        choices=PRIORITIES,
-    )
-    filter_zero_spread: bool = setting(
-        False, "Drops groups whose rewards are all equal, as DAPO's dynamic sampling does: they carry no signal."
-    )
+    filter_zero_spread: bool = setting(False, "Drops groups of equal rewards, as DAPO's dynamic sampling does.")
     # 0.5 is two thirds fresh: 2606.04560's 100% fresh and 50% replay.
     replay_fraction: float = setting(
         0.0,
@@ -155,7 +141,7 @@ class BufferConfig:
     )
     warmup_steps: int = setting(0, "Learner steps before the first replay.", low=0)
     sampling_correction: float = setting(
-        1.0, "sampling=priority: exponent of the weight 1/p; 0: no correction.", low=0, high=1
+        1.0, "sampling by priority: exponent of the weight 1/p; 0: no correction.", low=0, high=1
     )
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncrlhf.buffer.admission import resolve_capacity
-from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
+from asyncrlhf.buffer.async_config import PRIORITIES, AsyncConfig, BufferConfig
 from asyncrlhf.validation import check, check_range
 
 
@@ -25,9 +25,9 @@ def validate_flow(
     )
     capacity = resolve_capacity(buffer, config, batch_size)
     check(
-        buffer.sampling_correction == 1 or buffer.sampling == "priority",
+        buffer.sampling_correction == 1 or buffer.sampling in PRIORITIES,
         f"buffer.sampling_correction={buffer.sampling_correction:g} has nothing to correct under "
-        f"buffer.sampling={buffer.sampling}, which favours no group; allowed: 1, or sampling=priority.",
+        f"buffer.sampling={buffer.sampling}, which favours no group; allowed: 1, or sampling={PRIORITIES[0]}.",
     )
     if config.fixed_lag is None:
         _validate_free(config, buffer, batch_size, capacity, publish_every)
@@ -117,9 +117,9 @@ def _validate_scheduled(
 ) -> None:
     mode, lag = config.mode, config.bound
     check(
-        config.pacing == "auto",
+        config.pacing == "fill",
         f"async.pacing={config.pacing} has nothing to pace in async.mode={mode}, where the version of each batch is "
-        "fixed; allowed: auto, or mode=async.",
+        "fixed; allowed: fill, or mode=async.",
     )
     check(
         publish_every == 1,

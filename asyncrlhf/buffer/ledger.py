@@ -73,11 +73,6 @@ class Ledger:
         self._uses_at: Counter[int] = Counter()  # by version, of this process
         self._ended_at: Counter[int] = Counter()  # rollouts that ended as trained, by the version of their first use
 
-    @property
-    def next_id(self) -> int:
-        """The id that the next :meth:`admit` must carry."""
-        return self._next_id
-
     def get(self, rollout_id: int) -> LedgerEntry | None:
         """The live entry, or None if the rollout has ended; raises LedgerError for an id that was never admitted."""
         if not 0 <= rollout_id < self._next_id:

@@ -21,9 +21,9 @@ from asyncrlhf.types import DropReason, Payload, RolloutGroup
 class ReplayBuffer:
     """Counts places by rollout: ``held + reserved <= capacity``; a place is reserved for each rollout in flight.
 
-    The order of calls in the step of version v: :meth:`evict`, :meth:`take`, :meth:`check_batch`. Deterministic: the
-    same groups in the same order of arrival and the same seed give the same batches; ``uniform`` and ``priority`` do
-    not depend on the order of arrival.
+    The order of calls in the step of version v: :meth:`evict_stale`, :meth:`take`, :meth:`check_batch`. Deterministic:
+    the same groups in the same order of arrival and the same seed give the same batches; ``uniform`` and priorities
+    do not depend on the order of arrival.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class ReplayBuffer:
         """Set the staleness bound in force; the settings' bound remains the maximum."""
         self._bound = min(bound, self._hard_bound)
 
-    def evict(self, version: int) -> list[RolloutGroup]:
+    def evict_stale(self, version: int) -> list[RolloutGroup]:
         """Remove the groups that may not train at ``version`` or later. A scheduled mode and ``downweight`` keep all.
 
         ``drop`` removes groups over the bound; ``mask`` only those without a token inside it; ``wait`` only those that
@@ -298,7 +298,7 @@ class ReplayBuffer:
         groups = sorted(groups, key=lambda group: group.group_id)
         if sampling == "uniform":
             return [(groups[i], 1.0) for i in self._rng.permutation(len(groups))[:count]]
-        measure = PRIORITY[self._config.priority]
+        measure = PRIORITY[sampling]
         picked = priority([measure(group, version) for group in groups], count, self._rng)
         return [(groups[i], p) for i, p in picked]
 

@@ -29,9 +29,3 @@ def check_model_path(config: RunConfig) -> None:
     """Raise ConfigError for a model path that looks like a folder but does not exist."""
     if config.model.path not in ("tiny", "smollm2"):
         refuse_missing_model(config.model.path)
-
-
-def say(config: RunConfig, text: str) -> None:
-    """Print a line before the run's own display exists."""
-    if config.logging.progress != "none":
-        print(text, flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
@@ -12,10 +11,11 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
 from asyncrlhf import __version__
-from asyncrlhf.errors import AsyncRLHFError, ConfigError, full_disk
+from asyncrlhf.cli.parser import Parser
+from asyncrlhf.errors import AsyncRLHFError, full_disk
 from asyncrlhf.garbage import rare_collections
 from asyncrlhf.redaction import redact
 from asyncrlhf.validation import did_you_mean, typed_path
@@ -41,19 +41,14 @@ USAGE = """asyncrlhf: asynchronous off-policy RLHF
   asyncrlhf simulate --from RUN    predict a run changed by the overrides, on the virtual clock
   asyncrlhf profile [overrides]    measure the costs of this machine and model; --from RUN: from a run's records
   asyncrlhf bench NAME             checkpoint, control_plane, fusion, generation, overlap, pacing, replicas, soak,
-                                   straggler, trl, weights
+                                   straggler, templates, trl, weights
   asyncrlhf doctor [overrides]     check whether this machine can run `train` with these overrides
 
 Exit codes: 0 done, 1 a run failed, 2 wrong config or input, 130 interrupted."""
 
 
 def _report(arguments: Sequence[str]) -> int:
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            """Print one sentence about the error instead of a usage text."""
-            raise ConfigError(f"report: {message}; write asyncrlhf report RUN [RUN ...] [--out FOLDER].")
-
-    parser = Parser(prog="asyncrlhf report")
+    parser = Parser("report", "Draws the curves of one run or several.")
     parser.add_argument("runs", nargs="+", type=typed_path, help="run directories")
     parser.add_argument("--out", type=typed_path, default=None, help="folder of the report (several runs: ./report)")
     options = parser.parse_args(list(arguments))
@@ -124,10 +119,11 @@ def _call(module: str, function: str, arguments: Sequence[str]) -> int:
         return ended_by(error)
 
 
-def ended_by(error: Exception, where: str = "") -> int:
-    """Print one sentence about the error, after ``where``; returns the exit code."""
+def ended_by(error: Exception, where: str = "", folder: Path | None = None) -> int:
+    """Print one sentence about the error, after ``where``; returns the exit code. ``folder``: of the trace of an
+    unforeseen one, by default the temporary folder."""
     if not isinstance(error, AsyncRLHFError):
-        return _unforeseen(error, where)
+        return _unforeseen(error, where, folder)
     # Messages of other libraries, quoted in ours, may have several lines.
     said = full_disk(error) or " ".join(str(error).split())
     print(f"asyncrlhf: {printable(redact(where + said))}", file=sys.stderr)
@@ -139,14 +135,14 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def _unforeseen(error: Exception, where: str) -> int:
+def _unforeseen(error: Exception, where: str, folder: Path | None) -> int:
     """One sentence for an unforeseen error, of this package or of a user's code; the traceback goes to a file."""
     if full := full_disk(error):
         print(f"asyncrlhf: {redact(where + full)}", file=sys.stderr)
         return 1
     trace = getattr(error, "trace_file", None)  # of a run, which has written it to its own folder
     if trace is None:
-        trace = _trace_file("".join(traceback.format_exception(error)))
+        trace = _trace_file("".join(traceback.format_exception(error)), folder)
     first = next(iter(str(error).strip().splitlines()), "").rstrip(".")
     print(
         f"asyncrlhf: {redact(where)}{type(error).__name__}: {redact(first)}. The trace is in {trace}.", file=sys.stderr
@@ -154,9 +150,9 @@ def _unforeseen(error: Exception, where: str) -> int:
     return 1
 
 
-def _trace_file(trace: str) -> str:
-    """A new file in the temporary folder, which keeps this user's newest ``TRACES``."""
-    with tempfile.NamedTemporaryFile("w", prefix="asyncrlhf-error-", suffix=".txt", delete=False) as file:
+def _trace_file(trace: str, folder: Path | None) -> str:
+    """A new file in the folder, which keeps this user's newest ``TRACES``."""
+    with tempfile.NamedTemporaryFile("w", prefix="asyncrlhf-error-", suffix=".txt", dir=folder, delete=False) as file:
         file.write(redact(trace))
     with suppress(OSError):
         found = [

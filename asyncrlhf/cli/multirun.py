@@ -96,7 +96,7 @@ def _one_job(config: DictConfig, output: Path, end: dict[str, Any]) -> None:
         end["code"] = 130
         raise
     except Exception as error:  # it is this job's end and no other's
-        end["code"] = ended_by(error, f"{end['name']}: ")
+        end["code"] = ended_by(error, f"{end['name']}: ", output)
     finally:
         with suppress(OSError):
             output.rmdir()  # Hydra's folder, empty if the job did not start
@@ -113,19 +113,11 @@ def _read_ends(folder: Path) -> list[dict[str, Any]]:
 
 
 def _report(ends: Sequence[dict[str, Any]]) -> None:
-    """Draw one report of the finished jobs, say what they found, and keep secrets out of what Hydra wrote itself."""
+    """Draw one report of the finished jobs, and keep secrets out of what Hydra wrote itself."""
     for file in {Path(end["sweep"]) / "multirun.yaml" for end in ends}:
         if file.is_file():
             file.write_text(redact(file.read_text(encoding="utf-8")), encoding="utf-8")
     done = [Path(end["run"]) for end in ends if end["run"] and end["code"] == 0]
     if len(done) < 2:
         return
-    from asyncrlhf.report.multirun import multirun_results
-    from asyncrlhf.sweeps.sentences import sentences
-
-    folder = done[0].parent
-    results = multirun_results(folder)
-    if results is None:
-        print(draw(done, folder / "report"))
-        return
-    print(*sentences(results), draw([folder]), sep="\n")
+    print(draw(done, done[0].parent / "report"))

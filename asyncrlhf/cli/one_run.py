@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrlhf.cli.first_look import first_look, say
+from asyncrlhf.cli.first_look import first_look
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import AsyncRLHFError, full_disk
 from asyncrlhf.redaction import redact
@@ -20,7 +20,8 @@ def run(config: RunConfig) -> int:
         from asyncrlhf.records.write.record_marker import refuse_used_folder
 
         refuse_used_folder(Path(config.run_dir))
-    say(config, "Loading PyTorch, transformers and Ray, then checking model, data and rewards.")
+    if config.logging.progress != "none":  # the run's own display does not exist yet
+        print("Loading PyTorch, transformers and Ray, then checking model, data and rewards.", flush=True)
     from asyncrlhf.orchestrator.run import train
     from asyncrlhf.records.show.summary import plain_words
 

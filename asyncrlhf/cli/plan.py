@@ -7,21 +7,14 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrlhf.cli.parser import Parser
+from asyncrlhf.cli.parser import Parser, law_of
 from asyncrlhf.config.compose import check_words, split_config_dir
-from asyncrlhf.simulator.plan import choose_layout, task_of, write
-from asyncrlhf.validation import check, typed_path
-
-OTHER_SYSTEMS = {"--what-if": "what_if", "--compare-templates": "compare_templates"}  # with their own options
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.validation import check, check_folder_name, typed_path
 
 
 def plan(arguments: Sequence[str]) -> int:
     rest, folder = split_config_dir(arguments)
-    for word, verb in OTHER_SYSTEMS.items():
-        if word in rest:
-            from asyncrlhf.cli import whatif
-
-            return getattr(whatif, verb)([other for other in rest if other != word])  # type: ignore[no-any-return]
     parser = plan_parser()
     options, overrides = parser.parse_known_args(rest)
     if options.compare is not None:
@@ -32,7 +25,20 @@ def plan(arguments: Sequence[str]) -> int:
         return 0
     check_words(overrides)
     _check(options, parser)
-    task = task_of(options, overrides, folder)
+    from asyncrlhf.simulator.plan import choose_layout, task_of, write  # seconds that a wrong word need not cost
+
+    task = task_of(
+        overrides,
+        folder,
+        run=options.run,
+        profile=options.profile,
+        groups=_groups(options.gpus, options.device) if options.gpus is not None else (),
+        per_node=options.per_node,
+        cores=options.cores,
+        law=law_of(options, options.prompt_length or 0.0),
+        keep=options.keep,
+        free_batch=bool(options.free),
+    )
     write(task, choose_layout(task, options.simulate), options.out, overrides)
     return 0
 
@@ -44,22 +50,24 @@ def _check(options: argparse.Namespace, parser: Parser) -> None:
         parser.error("give one of --from, --profile and --gpus")
     if (options.gpus is None) != (options.device is None):
         parser.error("--gpus and --device belong together, as in --gpus 16 --device H100")
-    for name, least in (
-        ("cores", 1),
-        ("simulate", 1),
-        ("per_node", 0),
-        ("mean_length", 1.0),
-        ("prompt_length", 1.0),
-        ("cv", 0.0),
-    ):
-        value = getattr(options, name)
-        if value is not None and not value >= least:
-            parser.error(f"--{name.replace('_', '-')} {value:g} is too small; at least {least:g}")
+    parser.check_least(options, cores=1, simulate=1, per_node=0, mean_length=1, prompt_length=1, cv=0)
+    check_folder_name("plan --out", options.out.name)
+
+
+def _groups(gpus: str, device: str) -> list[tuple[str, int]]:
+    """(name, number) of each group of devices."""
+    counts, names = gpus.split(","), device.split(",")
+    if len(counts) != len(names) or not all(count.isdigit() and int(count) > 0 for count in counts):
+        raise ConfigError(
+            f"plan: --gpus {gpus} --device {device} do not describe groups; write one number >= 1 per name, such as "
+            "--gpus 8,16 --device H100,L4."
+        )
+    return [(name, int(count)) for name, count in zip(names, counts, strict=True)]
 
 
 def plan_parser() -> Parser:
     """Options of the command; all other words are overrides."""
-    parser = Parser(prog="asyncrlhf plan", description="The best layout for devices, simulated before it is run.")
+    parser = Parser("plan", "The best layout for devices, simulated before it is run.")
     parser.add_argument(
         "--from", dest="run", type=typed_path, metavar="RUN", help="plan for this machine with the costs of a run"
     )
@@ -69,8 +77,7 @@ def plan_parser() -> Parser:
     parser.add_argument("--device", help="their name, such as H100; for several groups: H100,L4")
     parser.add_argument("--per-node", type=int, default=0, help="devices per node (default: the catalogue's)")
     parser.add_argument("--prompt-length", type=float, default=None, help="mean tokens per prompt")
-    parser.add_argument("--mean-length", type=float, default=None, help="mean tokens per response, log-normal")
-    parser.add_argument("--cv", type=float, default=0.5, help="coefficient of variation of the response lengths")
+    parser.add_lengths()
     parser.add_argument(
         "--keep",
         action="append",
@@ -82,8 +89,6 @@ def plan_parser() -> Parser:
     )
     parser.add_argument("--simulate", type=int, default=32, help="number of layouts to simulate")
     parser.add_argument("--out", type=typed_path, default=Path("plans/plan"), help="FOLDER/NAME of files (plans/plan)")
-    parser.add_argument("--compare-templates", action="store_true", help="compare common templates on equal devices")
-    parser.add_argument("--what-if", action="store_true", help="plan like other systems; train cannot run these plans")
     parser.add_argument(
         "--compare", nargs=2, type=typed_path, metavar=("PLAN", "RUN"), help="compare predicted with measured figures"
     )

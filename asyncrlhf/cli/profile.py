@@ -7,30 +7,28 @@ from pathlib import Path
 from typing import Any
 
 from asyncrlhf.cli.parser import Parser
-from asyncrlhf.simulator.given import fitted_costs
-from asyncrlhf.simulator.measure import measured
 from asyncrlhf.validation import check, typed_path
 
 
 def profile(arguments: Sequence[str]) -> int:
-    parser = Parser(prog="asyncrlhf profile", description="Measures the costs of this machine and model.")
-    parser.add_argument(
-        "--from", dest="run", type=typed_path, default=None, metavar="RUN", help="take the costs from a run's records"
-    )
+    parser = Parser("profile", "Measures the costs of this machine and model.")
+    parser.add_argument("--from", dest="run", type=typed_path, metavar="RUN", help="take the costs of a run's records")
     parser.add_argument("--seconds", type=float, default=120.0, help="time limit of the measurements, without start-up")
-    parser.add_argument(
-        "--out", type=typed_path, default=None, help="file to write (profile.json, of a run RUN/profile.json)"
-    )
+    parser.add_argument("--out", type=typed_path, help="file to write (profile.json, of a run RUN/profile.json)")
     options, overrides = parser.parse_known_args(list(arguments))
     if options.run is not None:
         more: dict[str, Any] = {}
         check(not overrides, f"profile --from takes no overrides such as {' '.join(overrides)}.")
+        from asyncrlhf.simulator.given import fitted_costs  # seconds that a wrong word need not cost
+
         costs, made = fitted_costs(options.run)
         target = options.out or options.run / "profile.json"
     else:
         check(options.seconds > 0, f"profile: --seconds {options.seconds:g} is too small; allowed: above 0.")
+        from asyncrlhf.simulator.measure import measured
+
         target = options.out or Path("profile.json")
-        costs, made, more = measured(options, overrides)
+        costs, made, more = measured(options.seconds, overrides)
     costs.save(target, made, **more)
     base, each, token = costs.decode_terms
     print(

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from asyncrlhf.config.settings_list import ENTRY, Section, json_schema, sections
+from asyncrlhf.config.settings_list import ENTRY, Section, Setting, common_settings, json_schema, sections
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.show.metric_names import FAMILIES
 from asyncrlhf.validation import did_you_mean
@@ -43,21 +43,24 @@ def settings_page() -> str:
     """docs/reference/settings.md."""
     shown = [section for section in sections() if f".{ENTRY}." not in section.key and section.settings]
     parts = [
-        "# Settings\n\nMade from the code by `make reference`; `asyncrlhf train --help` says the same. "
-        "`asyncrlhf schema` prints a schema with which an editor checks and completes config files.\n\n"
+        "# Settings\n\nMade from the code by `make reference`; `asyncrlhf train --help` shows the common ones and the "
+        "groups. `asyncrlhf schema` prints a schema with which an editor checks and completes config files.\n\n"
         "On the command line a setting is `key=value`, and a preset of a group `group=NAME`."
     ]
-    return "\n\n".join([*parts, *(_section(section) for section in shown)]) + "\n"
+    lines = ["## Common settings", "", "Those that are changed most.", "", *_table(common_settings())]
+    return "\n\n".join([*parts, "\n".join(lines), *(_section(section) for section in shown)]) + "\n"
 
 
 def _section(section: Section) -> str:
     lines = [f"## {section.key or 'The run'}", "", section.about]
     if section.presets:
         lines += ["", f"Presets: {', '.join(f'`{section.key}={name}`' for name in section.presets)}."]
-    lines += ["", "| setting | default | allowed | meaning |", "|---|---|---|---|"]
-    for setting in section.settings:
-        lines.append(_row(f"`{setting.key}`", f"`{setting.written}`", setting.allowed, setting.about))
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_table(section.settings)])
+
+
+def _table(settings: Iterable[Setting]) -> list[str]:
+    rows = [_row(f"`{s.key}`", f"`{s.written}`", s.allowed, s.about) for s in settings]
+    return ["| setting | default | allowed | meaning |", "|---|---|---|---|", *rows]
 
 
 def _row(*cells: str) -> str:

@@ -8,33 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from asyncrlhf.cli.parser import Parser
-from asyncrlhf.simulator.one_run import simulate_given
+from asyncrlhf.cli.parser import Parser, law_of
 from asyncrlhf.validation import typed_path
-
-
-def simulate(arguments: Sequence[str]) -> int:
-    parser = Parser(prog="asyncrlhf simulate", description="Predicts a run on the virtual clock.")
-    parser.add_argument("--from", dest="run", type=typed_path, metavar="RUN", help="a run with config, costs, lengths")
-    parser.add_argument("--profile", type=typed_path, help="costs and lengths of `asyncrlhf profile`")
-    parser.add_argument("--out", type=typed_path, default=None, help="folder of the simulated run's records")
-    parser.add_argument(
-        "--mean-length", type=float, help="mean tokens per response, log-normal, instead of recorded lengths"
-    )
-    parser.add_argument("--cv", type=float, default=0.5, help="coefficient of variation of these lengths")
-    parser.add_argument("--failures", type=float, default=0.0, help="deaths per replica and hour")
-    parser.add_argument("--cohort", type=int, default=1, help="equal replicas that each simulated one represents")
-    options, overrides = parser.parse_known_args(list(arguments))
-    if (options.run is None) == (options.profile is None):
-        parser.error("give one of --from and --profile")
-    for name, least in (("mean_length", 1.0), ("cv", 0.0), ("failures", 0.0), ("cohort", 1)):
-        given = getattr(options, name)
-        if given is not None and not given >= least:
-            parser.error(f"--{name.replace('_', '-')} {given:g} is too small; at least {least:g}")
-    summary, measured = simulate_given(options, overrides)
-    _show(summary, measured)
-    return 0
-
 
 ROWS = (
     ("step_seconds", "seconds per step", "{:.4f}"),
@@ -43,6 +18,26 @@ ROWS = (
     ("staleness", "staleness", "{:.2f}"),
     ("dropped_share", "dropped of trained", "{:.3f}"),
 )
+
+
+def simulate(arguments: Sequence[str]) -> int:
+    parser = Parser("simulate", "Predicts a run on the virtual clock.")
+    parser.add_argument("--from", dest="run", type=typed_path, metavar="RUN", help="a run with config, costs, lengths")
+    parser.add_argument("--profile", type=typed_path, help="costs and lengths of `asyncrlhf profile`")
+    parser.add_argument("--out", type=typed_path, help="folder of the simulated run's records")
+    parser.add_lengths()
+    parser.add_argument("--cohort", type=int, default=1, help="equal replicas that each simulated one represents")
+    options, overrides = parser.parse_known_args(list(arguments))
+    if (options.run is None) == (options.profile is None):
+        parser.error("give one of --from and --profile")
+    parser.check_least(options, mean_length=1, cv=0, cohort=1)
+    from asyncrlhf.simulator.simulate import simulate_given  # seconds that a wrong word need not cost
+
+    summary, measured = simulate_given(
+        options.run, options.profile, overrides, law=law_of(options), cohort=options.cohort, out=options.out
+    )
+    _show(summary, measured)
+    return 0
 
 
 def _show(summary: dict[str, Any], measured: dict[str, float] | None) -> None:

@@ -22,6 +22,7 @@ from asyncrlhf.records.read.settings import recorded_settings
 from asyncrlhf.redaction import hidden_settings
 from asyncrlhf.validation import typed_path
 
+SAMPLES_SHOWN = 5  # answers on the terminal: a look at what the model does; evaluation.json has all of them
 SFT = """asyncrlhf sft sft.path=DATA [overrides]: supervised fine-tuning of model.path, by TRL's SFTTrainer
 
   asyncrlhf sft model.path=BASE sft.path=rows.jsonl run_dir=runs/sft    rows: text; prompt and completion; or messages
@@ -159,9 +160,9 @@ def evaluate(arguments: Sequence[str]) -> int:
 
     result = evaluation.evaluate(config)
     sets = result.get("sets", {})
-    _show(result, config.evaluation.samples_shown)
+    _show(result)
     for name, found in sets.items():
-        _show(found, config.evaluation.samples_shown, f"{name}: ")
+        _show(found, f"{name}: ")
     plain = {name: _without_samples(found) for name, found in sets.items()}
     print(json.dumps({**_without_samples(result), **({"sets": plain} if sets else {})}))
     if folder is not None:
@@ -197,22 +198,22 @@ def _without_samples(result: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in result.items() if key != "samples"}
 
 
-def _show(result: Mapping[str, Any], samples: int, name: str = "") -> None:
+def _show(result: Mapping[str, Any], name: str = "") -> None:
     how = f"at temperature {result['temperature']:g}" if result["temperature"] else "greedy"
     console = Console()
-    if samples:  # the title is a line of its own: a table would break it at its own width
-        print(f"{result['model']} on {result['prompts']} held-out prompts of {result['task']}, {how}")
-        console.print(_sample_table(result, samples))
+    # The title is a line of its own: a table would break it at its own width.
+    print(f"{result['model']} on {result['prompts']} held-out prompts of {result['task']}, {how}")
+    console.print(_sample_table(result))
     title = f"{name}{result['prompts']} held-out prompts, {result['answers']} answers {how}"
     print(title)
     console.print(_two_columns("", _figures(result)))
 
 
-def _sample_table(result: Mapping[str, Any], samples: int) -> Table:
+def _sample_table(result: Mapping[str, Any]) -> Table:
     against = "against" in result
     columns = ["prompt", "response", "answer", "reward", *(["against", "its reward"] if against else [])]
     table = Table(*columns)
-    for sample in result["samples"][:samples]:
+    for sample in result["samples"][:SAMPLES_SHOWN]:
         cells = [sample["prompt"], sample["response"], str(sample["answer"]), f"{sample['reward']:.3f}"]
         if against:
             cells += [str(sample["against_response"]), _number(sample["against_reward"])]

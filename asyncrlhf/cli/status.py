@@ -12,7 +12,8 @@ from typing import Any
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.show.summary import duration
 from asyncrlhf.records.write.recorder import CONFIG_FILE, SUMMARY_FILE
-from asyncrlhf.records.write.status import is_owned, read_status
+from asyncrlhf.records.write.run_lock import is_owned
+from asyncrlhf.records.write.status import read_status
 from asyncrlhf.validation import check
 
 HELP = """asyncrlhf status RUN: what a live run does and waits for, or how a finished one ended

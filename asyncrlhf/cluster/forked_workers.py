@@ -11,7 +11,6 @@ Only for runs without a GPU: a library that touches CUDA while it is imported ma
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gc
 import importlib
 import json
@@ -19,17 +18,16 @@ import os
 import random
 import runpy
 import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrlhf.garbage import rare_collections
+from asyncrlhf.scratch import Scratch
 
 WORKER = "default_worker.py"
 # Before the first call, while Ray starts. torch._dynamo: every optimizer of torch imports it. pandas: pyarrow imports
@@ -77,7 +75,7 @@ if forks():
         pass
 os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 """
-PREFIX, LOCK = "asyncrlhf-forks-", "lock"
+PREFIX = "asyncrlhf-forks-"
 PATIENCE_SECONDS = 60.0  # for a fork, of which the first waits for the imports
 
 
@@ -85,12 +83,8 @@ class ForkedWorkers:
     """A server of forks, and the command for Ray, which are in a temporary folder until :meth:`close`."""
 
     def __init__(self) -> None:
-        remove_stale_folders()
-        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-        self._lock = (self._folder / f"{LOCK}.new").open("wb")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        Path(self._lock.name).rename(self._folder / LOCK)  # under this name it is always locked
-        self._command, path = self._folder / "python", str(self._folder / "forks")
+        self._scratch = Scratch(PREFIX)
+        self._command, path = self._scratch.path / "python", str(self._scratch.path / "forks")
         words = {"python": sys.executable, "worker": WORKER, "path": path, "patience": PATIENCE_SECONDS}
         words |= {"context": CONTEXT, "early": EARLY}
         self._command.write_text(COMMAND.format(**words))
@@ -116,16 +110,7 @@ class ForkedWorkers:
         self.server.stdin.close()
         self.server.stdout.close()
         self.server.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._lock.close()
-
-
-def remove_stale_folders() -> None:
-    """Remove the folders of processes that were killed; that of a living one is locked."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError), (folder / LOCK).open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+        self._scratch.close()
 
 
 def serve(path: str) -> Call | None:

@@ -182,7 +182,7 @@ class LearnerHandle(Remote[LearnerWorker], Protocol):
 class Runtime(Protocol):
     """Starts the parts and connects them; the controller knows nothing of their processes and devices.
 
-    ``references`` and ``critics`` are empty without ``reference.where=service`` and ``critic.where=service``.
+    ``references`` and ``critics`` are empty without ``reference.workers`` and ``critic.workers``.
     ``sharing``: names of the generators on the learner's devices, which take turns with it. ``maps``: whether a replica
     loads from the learner's memory, so that a load's ticket is all that it needs. ``tell`` is called with the progress
     of the start, ``told`` with the spans that parts send.

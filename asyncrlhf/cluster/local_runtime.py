@@ -18,7 +18,6 @@ from asyncrlhf.actors.learner import LearnerLanes, LearnerSpec, LearnerWorker
 from asyncrlhf.actors.messages import Collected, Offer, joined, placed
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, located
 from asyncrlhf.cluster.clock import Signal
-from asyncrlhf.cluster.first_turn import first_turn
 from asyncrlhf.cluster.handles import (
     LONG_SECONDS,
     AnnotatorHandle,
@@ -30,7 +29,7 @@ from asyncrlhf.cluster.handles import (
     Runtime,
     within,
 )
-from asyncrlhf.cluster.placement import Specs
+from asyncrlhf.cluster.placement import Specs, first_turn
 from asyncrlhf.data.checkpoint_manifest import Seals
 from asyncrlhf.errors import LearnerLostError, ReplicaError
 from asyncrlhf.learner.settings.learner_config import StepResult

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import tempfile
 import threading
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -19,6 +20,7 @@ from ray._private import utils
 
 from asyncrlhf.cluster.forked_workers import ForkedWorkers
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.scratch import Scratch
 
 # glibc gives freed memory back to the system after every step and takes it again page by page at the next; with these
 # the actors of a local run keep it (measured: a fifth more samples/s on the tiny model). Read when a process starts.
@@ -35,6 +37,8 @@ NO_TASK_EVENTS = ("RAY_task_events_report_interval_ms", "0")
 # Ray would start workers ahead, and ray.init would wait for them to register: without end if one never does (measured:
 # a fork that failed under load). So each actor starts its own, within cluster.start_timeout_seconds.
 NO_WORKERS_AHEAD = ("RAY_prestart_worker_first_driver", "0")
+# Of the folder of Ray's files, and the longest path above it: Ray's Unix sockets may have paths of 107 characters.
+PREFIX, LONGEST = "asyncrlhf-ray-", 20
 
 
 def init(**options: Any) -> None:
@@ -62,27 +66,36 @@ def renew_handlers() -> None:
 
 
 class OwnRay:
-    """Starts at construction. ``cpus``: logical CPUs that it offers; ``store``: bytes of its object store; ``forks``:
-    workers are forked (see :mod:`asyncrlhf.cluster.forked_workers`), False if any will use a GPU; ``options``:
-    others of ``ray.init``."""
+    """Starts at construction. Its files, logs among them, go at its end, unless RAY_TMPDIR names a place for them.
+
+    ``cpus``: logical CPUs that it offers; ``store``: bytes of its object store; ``forks``: workers are forked (see
+    :mod:`asyncrlhf.cluster.forked_workers`), False if any will use a GPU; ``options``: others of ``ray.init``.
+    """
 
     def __init__(self, cpus: int, store: int, forks: bool = True, **options: Any) -> None:
         for name, value in (END_WITH_ACTORS, NO_TASK_EVENTS, NO_WORKERS_AHEAD, *MALLOC.items()):
             os.environ.setdefault(name, value)  # inherited by Ray's processes
         self.size = (cpus, store, forks)
         self._workers = ForkedWorkers() if forks else None
+        self._scratch = _folder()
         options = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR, **options}
+        if self._scratch:
+            options["_temp_dir"] = str(self._scratch.path)
         before = set(psutil.Process().children(recursive=True))
         try:
-            with self._workers.serving() if self._workers else nullcontext():
+            with (
+                self._workers.serving() if self._workers else nullcontext(),
+                self._scratch.of_processes() if self._scratch else nullcontext(),
+            ):
                 # address: never a cluster that happens to run here
                 init(address="local", num_cpus=cpus, object_store_memory=store, **options)
         except BaseException as error:
             begun = set(psutil.Process().children(recursive=True)) - before
-            self.stop()
+            shut_down()
             for process in begun:  # Ray forgets those of a start that did not come to its end
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
+            self.stop()
             if isinstance(error, ValueError):  # Ray's answer to a store that leaves its workers no memory
                 said = " ".join(str(error).split()).partition(" You can adjust")[0]
                 raise ConfigError(
@@ -99,6 +112,16 @@ class OwnRay:
         shut_down()
         if self._workers:
             self._workers.close()
+        if self._scratch:
+            self._scratch.close()
+
+
+def _folder() -> Scratch | None:
+    """For Ray's files; None if a variable says where they are to be, and to stay."""
+    if os.environ.get("RAY_TMPDIR"):
+        return None
+    place = tempfile.gettempdir()
+    return Scratch(PREFIX, place if len(place) <= LONGEST else "/tmp")
 
 
 class _Kept:

@@ -67,7 +67,8 @@ def generator_specs(config: RunConfig, weights: WeightsConfig | None = None) -> 
 def sleeping(generator: GeneratorConfig, config: RunConfig) -> GeneratorConfig:
     """The settings of a vLLM replica that shares the learner's GPUs: it frees their memory while the learner trains."""
     takes_turns = config.cluster.placement == "flatten" and generator.engine == "vllm" and generator.gpus > 0
-    return replace(generator, vllm=replace(generator.vllm, enable_sleep_mode=True)) if takes_turns else generator
+    chosen = generator.vllm.sleep_level is not None or not takes_turns
+    return generator if chosen else replace(generator, vllm=replace(generator.vllm, sleep_level=1))
 
 
 def placement_plan(config: RunConfig, nodes: int = 1) -> Plan:
@@ -99,6 +100,7 @@ def specs(config: RunConfig, weights: WeightsConfig) -> Specs:
         config.generator.max_completion_length,
         config.fusion.cache_tokens if config.reward_reads_ahead else 0,
         answer_seconds(config, config.reward.model_timeout_seconds),
+        config.max_restarts,
     )
     generators = generator_specs(config, weights)
     return Specs(generators, learner, reward, reference_spec(config), critic_spec(config, weights))
@@ -132,7 +134,7 @@ def critic_spec(config: RunConfig, weights: WeightsConfig) -> CriticSpec | None:
     if not config.critic_served:
         return None
     precision, seconds = config.learner.mixed_precision, answer_seconds(config)
-    return CriticSpec(config.critic, config.model, precision, config.runtime, weights, seconds)
+    return CriticSpec(config.critic, config.model, precision, config.runtime, weights, seconds, config.max_restarts)
 
 
 def reference_spec(config: RunConfig) -> ReferenceSpec | None:
@@ -147,14 +149,15 @@ def reference_spec(config: RunConfig) -> ReferenceSpec | None:
         config.learner.float32_head,
         config.fusion.cache_tokens if config.reference_reads_ahead else 0,
         answer_seconds(config),
+        config.max_restarts,
     )
 
 
 def service_notes(config: RunConfig) -> list[str]:
     """Sentences for the user about the services that the settings ask for."""
     name, notes = config.algorithm.name, []
-    if config.reference.where == "service" and not config.reference_served:
+    if config.reference.workers and not config.reference_served:
         notes.append(f"No reference worker is started: algorithm={name} needs no reference policy.")
-    if config.critic.where == "service" and not config.critic_served:
+    if config.critic.workers and not config.critic_served:
         notes.append(f"No critic worker is started: algorithm={name} has no critic.")
     return notes

@@ -12,15 +12,16 @@ workers holds for those of the reference and of the critic.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from asyncrlhf.actors.annotator import AnnotatorSpec, RewardSpec
-from asyncrlhf.actors.learner import LearnerSpec
+from asyncrlhf.actors.learner import LearnerSpec, LearnerWorker
 from asyncrlhf.actors.model_annotators import CriticSpec, ReferenceSpec
 from asyncrlhf.actors.worker import GeneratorSpec
+from asyncrlhf.cluster.handles import LONG_SECONDS, LearnerHandle
 from asyncrlhf.config.environment_config import ClusterConfig
 from asyncrlhf.errors import ConfigError
 
@@ -103,8 +104,12 @@ class Plan:
     def total(self, kind: str) -> float:
         return sum(bundle.get(kind, 0.0) for bundle in self.bundles())
 
-    def side_of(self, part: str) -> str:
-        return next((group.side for group in self.groups if part in group.seats), "anywhere")
+    @property
+    def crowd(self) -> int:
+        """Learner ranks on the device that has the most of them."""
+        learners = [seat for name, seat in self.seats.items() if name.startswith("learner-")]
+        places = Counter((seat.group, bundle) for seat in learners for bundle in seat.bundles)
+        return max(places.values(), default=1)
 
     def describe(self) -> list[str]:
         """One line per device group: its resources and its parts."""
@@ -128,6 +133,15 @@ class Specs:
     @property
     def annotators(self) -> list[AnnotatorSpec]:
         return [spec for spec in (self.reward, self.reference, self.critic) if spec is not None]
+
+
+async def first_turn(learner: LearnerHandle, specs: Specs, sharing: Collection[str], crowd: int = 1) -> Specs:
+    """The start on shared devices takes turns: the ``learner``, which has loaded, falls asleep, then engines measure
+    what it leaves them. Returns ``specs`` in which the generators ``sharing`` know how many bytes of their device its
+    ranks keep, ``crowd`` on one device."""
+    beside = max(await learner.every(LONG_SECONDS, LearnerWorker.sleep)) * crowd
+    generators = [replace(s, beside_bytes=beside) if s.name in sharing else s for s in specs.generators]
+    return replace(specs, generators=generators)
 
 
 def parts_of(specs: Specs, cluster: ClusterConfig) -> list[Part]:

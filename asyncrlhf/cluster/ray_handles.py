@@ -19,8 +19,7 @@ from asyncrlhf.actors.messages import Address, Alike, Collected, Offer, Told, pl
 from asyncrlhf.actors.where import Where
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, located
 from asyncrlhf.cluster.handles import LONG_SECONDS, Hear, P, R, W, WorkerLostError, ignore, within
-from asyncrlhf.cluster.ranks import a_rank, first, together
-from asyncrlhf.cluster.ray_calls import START_SECONDS, ask, ask_to_start
+from asyncrlhf.cluster.ray_calls import START_SECONDS, a_rank, ask, ask_to_start, first, together
 from asyncrlhf.data.checkpoint_manifest import Seals
 from asyncrlhf.data.packing import share_out
 from asyncrlhf.errors import ReplicaError
@@ -266,7 +265,7 @@ def _chosen(rollouts: Sequence[RolloutInfo]) -> tuple[tuple[tuple[Address, float
 
 class RayAnnotator(RayPart[AnnotatorWorker]):
     """Restarts its worker when it dies, freezes, or has not answered for ``spec.answer_seconds``, at most
-    ``settings.max_restarts`` times. Ray's own retries would hide which call killed it."""
+    ``spec.max_restarts`` times. Ray's own retries would hide which call killed it."""
 
     # Called with the worker's name before it is restarted: waits for its devices, and returns the options anew.
     renew: Callable[[str], Awaitable[Options]] | None = None
@@ -332,8 +331,8 @@ class RayAnnotator(RayPart[AnnotatorWorker]):
     async def _revive(self, error: ReplicaError) -> None:
         self._deaths += 1
         ray.kill(self.actor)
-        if self._deaths > self._spec.settings.max_restarts:
-            raise WorkerLostError(f"{error} It is not started again ({self._spec.kind}.max_restarts).") from error
+        if self._deaths > self._spec.max_restarts:
+            raise WorkerLostError(f"{error} It is not started again (max_restarts).") from error
         self.restarts += 1
         try:
             self._options = await self.renew(self.name) if self.renew else self._options

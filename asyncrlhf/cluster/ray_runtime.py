@@ -20,11 +20,10 @@ from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.messages import RolloutBundle, resolved
 from asyncrlhf.actors.where import available_cores, keep_to, split_cores
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker
-from asyncrlhf.cluster.first_turn import first_turn
 from asyncrlhf.cluster.handles import LONG_SECONDS, AnnotatorHandle, GeneratorHandle, Runtime
 from asyncrlhf.cluster.nodes import this_machine
 from asyncrlhf.cluster.own_ray import MALLOC, OwnRay, give_back, init, is_kept, lend, shut_down
-from asyncrlhf.cluster.placement import Plan, Specs, generator_part, make_plan, parts_of
+from asyncrlhf.cluster.placement import Plan, Specs, first_turn, generator_part, make_plan, parts_of
 from asyncrlhf.cluster.ray_calls import ask
 from asyncrlhf.cluster.ray_handles import RayAnnotator, RayGenerator, RayLearner, addressed
 from asyncrlhf.cluster.ray_placement import Placer, free_in_ray, knock, ray_nodes, wait_for_true_nodes
@@ -93,14 +92,14 @@ class RayRuntime(Runtime):
             if sum(part.cpus for part in self._parts) > (os.cpu_count() or 1):
                 os.environ.setdefault(*BRIEF_SPINS)
             cpus, store = int(this_machine(plan, gpus=0).total["CPU"]), self._config.object_store_mb * 2**20
-            self._own_ray = lend(cpus, store, forks=self._config.fork_workers and not plan.total("GPU"))
+            self._own_ray = lend(cpus, store, forks=not plan.total("GPU"))
         self._joined = True
 
     async def _set_cores_aside(self) -> None:
         """After start-up, pin this process and all others that Ray started off the learner's cores. Not on a Ray that
         others started, not if GPUs do the work, and not for parts that take turns with the learner."""
         learner = self._specs.learner.learner
-        if not (self._own_ray and self._config.dedicated_learner_cores) or self.plan.sharing or self.plan.total("GPU"):
+        if not self._own_ray or self.plan.sharing or self.plan.total("GPU"):
             return
         others = sum(part.cpus for part in self._parts if part.kind != "learner")
         before = available_cores()
@@ -129,7 +128,7 @@ class RayRuntime(Runtime):
         first: list[Any] = [self.learner]
         if plan.sharing and self._specs.learner.offloads:
             await self._until_ready(first)
-            self._specs, first = await first_turn(self.learner, self._specs, plan.sharing, plan), []
+            self._specs, first = await first_turn(self.learner, self._specs, plan.sharing, plan.crowd), []
         self.generators = [self._generator(spec) for spec in self._specs.generators]
         parts = [*first, *self.rewards, *self.references, *self.critics, *self.generators]
         await self._until_ready(parts)

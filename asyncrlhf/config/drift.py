@@ -31,6 +31,7 @@ _PARTS = "each rank reads its parts of the tensors; a change between whole and s
 _SPEED = "affects only speed"
 _SHOWN = "affects only what is recorded and shown"
 _UNREAD = "is not read in training"
+_GONE = "is no setting of this version"
 
 # The setting, or the group of settings, with the longest name decides. docs/resume.md shows this table.
 RULES: dict[str, tuple[Decision, str]] = {
@@ -44,6 +45,7 @@ RULES: dict[str, tuple[Decision, str]] = {
     "eval_every": (NOTE, "evaluations happen at other steps"),
     "stall_timeout_seconds": (NOTE, "is a time limit"),
     "max_failure_fraction": (NOTE, "is a limit of failures"),
+    "max_restarts": (NOTE, "is a limit of failures"),
     "model": (REFUSE, _MODEL),
     "model.trust_remote_code": (NOTE, "lets code run that the model needs"),
     "task": (REFUSE, "the prompts before and after would differ"),
@@ -65,7 +67,6 @@ RULES: dict[str, tuple[Decision, str]] = {
     "learner.expert_parallel_size": (ADAPT, _PARTS),
     "learner.zero_stage": (REFUSE, _LAYOUT),
     "learner.zero_offload": (REFUSE, _STATES),
-    "learner.zero_offload_params": (REFUSE, _STATES),
     "learner.optim": (REFUSE, _STATES),
     "learner.routing_replay": (REFUSE, "waiting rollouts carry the experts of their tokens, or lack them"),
     "learner.optim_args": (REFUSE, _STATES),
@@ -80,15 +81,10 @@ RULES: dict[str, tuple[Decision, str]] = {
     "reward.workers": (NOTE, _SPEED),
     "reward.threads": (NOTE, _SPEED),
     "reward.gpus": (NOTE, _SPEED),
-    "reward.max_restarts": (NOTE, "is a limit of failures"),
     "reward.max_batch_tokens": (NOTE, _SPEED),
     "reward.timeout_seconds": (NOTE, "is a time limit"),
     "reward.model_timeout_seconds": (NOTE, "is a time limit"),
-    "reward.on_failure": (NOTE, "is a limit of failures"),
     "reward.model.trust_remote_code": (NOTE, "lets code run that the model needs"),
-    "reward.judge.concurrency": (NOTE, _SPEED),
-    "reward.judge.tensor_parallel_size": (NOTE, _SPEED),
-    "reward.judge.kv_cache_gb": (NOTE, _SPEED),
     "reward.http": (NOTE, "an endpoint may move; its rewards are assumed to stay the same"),
     "fusion": (NOTE, "affects only when rewards are computed"),
     "reference": (ADAPT, "reference log-probs of waiting rollouts are recomputed if they depend on it"),
@@ -125,7 +121,7 @@ def rule(key: str) -> tuple[Decision, str]:
     """The decision on ``key`` and its reason, by the longest part of its name that has a rule."""
     parts = key.split(".")
     names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next(RULES[name] for name in names if name in RULES)
+    return next((RULES[name] for name in names if name in RULES), (NOTE, _GONE))
 
 
 def drift(
@@ -144,8 +140,8 @@ def drift(
         held: digests of the files that settings name, at the start of the run; see ``config.inputs``.
         found: the same of today.
     """
-    old, new = dict(_leaves(_json(to_plain(RunConfig())))), dict(_leaves(_json(to_plain(now))))
-    old |= dict(_leaves(_json(before)))
+    known, new = dict(_leaves(_json(to_plain(RunConfig())))), dict(_leaves(_json(to_plain(now))))
+    old = known | dict(_leaves(_json(before)))
     held, found = held or {}, found or {}
     keys = [key for key in [*new, *(k for k in old if k not in new)] if key not in _ADDRESS]
     changes = []
@@ -153,6 +149,7 @@ def drift(
         same = key in held and held[key] == found.get(key)
         if old.get(key) != new.get(key):
             decision, reason = (NOTE, "the same files in another place") if same else rule(key)
+            reason = reason if any(f"{key}.".startswith(f"{name}.") for name in known) else _GONE
             refused = _cannot(key, old, new, step)
             chosen = (REFUSE, refused) if refused else (decision, reason)
             changes.append(Change(key, old.get(key), new.get(key), *chosen))

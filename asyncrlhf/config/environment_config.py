@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrlhf.validation import MONTH, check, check_choice, check_settings, setting
+from asyncrlhf.validation import MONTH, check, check_choice, check_keywords, check_settings, setting
 
 PLACEMENTS = ("auto", "flatten", "interleave", "separate")
 WANDB_MODES = ("offline", "online", "disabled")
 SINKS = ("wandb", "tensorboard", "mlflow")
 KINDS = ("learner", "generator", "reward", "reference", "critic")  # of parts
 MAX_PROJECT, NOT_IN_PROJECT = 128, "/\\#?%:"  # by W&B's library
+WANDB_KEYWORDS = ("entity", "group", "job_type", "name", "notes", "tags")  # of wandb.init, that are not the run's own
 MAX_TAG = 64  # characters of a tag, by W&B's server
 PROGRESS_MODES = ("auto", "rich", "plain", "none")
 
@@ -76,14 +77,6 @@ class RayConfig:
     object_store_mb: int = setting(
         512, "Shared memory for Ray's objects, in MiB, if the run starts Ray.", low=80, high=10**8
     )
-    fork_workers: bool = setting(
-        True,
-        "Without GPUs, a Ray that the run starts forks its workers from one process that has imported all libraries: "
-        "an actor starts without four seconds of imports.",
-    )
-    dedicated_learner_cores: bool = setting(
-        True, "Without GPUs, learner threads get their own cores if all other threads fit on the remaining ones."
-    )
 
     def __post_init__(self) -> None:
         check_settings("ray", self)
@@ -103,15 +96,15 @@ class LoggingConfig:
         "Where metrics go beside the run directory: wandb, tensorboard, mlflow, or a class of your own, "
         "package.module:Class.",
     )
-    wandb: str = setting("offline", "Weights & Biases: recorded on disk, sent, or not at all.", choices=WANDB_MODES)
+    wandb: str = setting(
+        "offline", "Weights & Biases: recorded on disk, sent, or not at all.", choices=WANDB_MODES, common=True
+    )
     wandb_project: str = setting("asyncrlhf", "Project of the W&B run.")
-    wandb_entity: str = setting("", "Team or user of the W&B run; empty is your own.")
-    wandb_group: str = setting("", "Group of the W&B run; empty is the sweep's name, and none outside a sweep.")
-    wandb_name: str = setting("", "Name of the W&B run; empty is the last two parts of the run directory.")
-    wandb_job_type: str = setting("", "Job type of the W&B run; empty is train, sft or reward-model.")
-    wandb_tags: list[str] = setting([], "Tags of the W&B run; a sweep adds the settings that differ between its jobs.")
-    wandb_notes: str = setting("", "Notes of the W&B run.")
-    wandb_completions: int = setting(16, "Rollouts in each table of completions; 0 writes none.", low=0)
+    wandb_kwargs: Any = setting(
+        None,
+        "More keywords of wandb.init, by name: entity, group, job_type, name, notes, tags; a sweep gives group, name, "
+        "job_type and tags to its jobs.",
+    )
     wandb_model: bool = setting(False, "Uploads the newest checkpoint's model as an artifact at the end.")
     progress: str = setting(
         "auto", "What the terminal shows: a live panel, plain lines, or nothing; auto is live on a terminal.",
@@ -139,11 +132,19 @@ class LoggingConfig:
             if ":" not in sink:
                 check_choice("logging.sinks", sink, (*SINKS, "package.module:Class"))
         check(len({*self.sinks}) == len(self.sinks), f"logging.sinks={self.sinks} names a sink twice.")
-        for tag in self.wandb_tags:
+        check_keywords("logging.wandb_kwargs", self.wandb_kwargs)
+        for name in self.wandb_keywords:
+            check_choice("logging.wandb_kwargs", name, WANDB_KEYWORDS)
+        for tag in map(str, self.wandb_keywords.get("tags") or ()):
             check(
                 0 < len(tag) <= MAX_TAG,
-                f"logging.wandb_tags: {tag!r} has {len(tag)} characters; allowed: 1 to {MAX_TAG}.",
+                f"logging.wandb_kwargs.tags: {tag!r} has {len(tag)} characters; allowed: 1 to {MAX_TAG}.",
             )
+
+    @property
+    def wandb_keywords(self) -> dict[str, Any]:
+        """``wandb_kwargs``, empty if there are none."""
+        return dict(self.wandb_kwargs or {})
 
     @property
     def active_sinks(self) -> list[str]:

@@ -24,13 +24,17 @@ from asyncrlhf.validation import MONTH, check, check_folder_name, check_path, ch
 class CheckpointConfig:
     """When a run is saved, and what it resumes from."""
 
-    every: int = setting(0, "Learner steps between two checkpoints; 0: only at the end and an interruption.", low=0)
+    every: int = setting(
+        0, "Learner steps between two checkpoints; 0: only at the end and an interruption.", low=0, common=True
+    )
     at_end: bool | None = setting(
         None,
         "every=0: whether a finished run leaves a checkpoint, with its model; null: yes, except for jobs of a sweep.",
     )
     keep: int = setting(2, "Number of newest checkpoints to keep.", low=1)
-    resume: str = setting("no", "What the run resumes from: no, auto (the newest there is), or a checkpoint's folder.")
+    resume: str = setting(
+        "no", "What the run resumes from: no, auto (the newest there is), or a checkpoint's folder.", common=True
+    )
 
     def __post_init__(self) -> None:
         check_settings("checkpoint", self)
@@ -44,12 +48,12 @@ class RunConfig:
     """All settings of one run. Written ``async`` in YAML and on the command line, ``async_`` here (a keyword)."""
 
     name: str = setting("", "Name of the run's folder, below runs/; empty: as task.kind.")
-    run_dir: str = setting("", "The run's own folder; empty is runs/NAME/TIME.")
-    seed: int = setting(0, "Seed of prompts, sampling and the learner's draws.", low=0, high=2**31 - 1)
-    steps: int = setting(500, "Learner steps of the run.", low=1, high=10**9)
-    batch_size: int = setting(128, "Rollouts that a learner step trains on.", low=1, high=10**7)
+    run_dir: str = setting("", "The run's own folder; empty is runs/NAME/TIME.", common=True)
+    seed: int = setting(0, "Seed of prompts, sampling and the learner's draws.", low=0, high=2**31 - 1, common=True)
+    steps: int = setting(500, "Learner steps of the run.", low=1, high=10**9, common=True)
+    batch_size: int = setting(128, "Rollouts that a learner step trains on.", low=1, high=10**7, common=True)
     num_generations: int = setting(
-        8, "Rollouts per prompt: the group within which advantages are computed.", low=1, high=10**5
+        8, "Rollouts per prompt: the group within which advantages are computed.", low=1, high=10**5, common=True
     )
     runtime: str = setting(
         "ray", "Actors on Ray, or all parts in one process on a virtual clock (local).", choices=("ray", "local")
@@ -66,7 +70,16 @@ class RunConfig:
         low=1, high=MONTH,
     )  # fmt: skip
     max_failure_fraction: float = setting(
-        0.5, "Largest share of failures among the last batch_size rollouts; above it the run ends.", low=0, high=1
+        0.5,
+        "Largest share of failures among the last batch_size rollouts, above which the run ends; 0: at the first.",
+        low=0,
+        high=1,
+    )
+    max_restarts: int = setting(
+        3,
+        "Restarts of a part that dies: of a replica in all, of a worker in a row, of the learner without a step in "
+        "between; after them the others do its work, or the run ends.",
+        low=0,
     )
     model: ModelConfig = group(ModelConfig, "The checkpoint that training starts from.")
     task: TaskConfig = group(TaskConfig, "Where prompts come from.")
@@ -127,7 +140,7 @@ class RunConfig:
     @property
     def reference_served(self) -> bool:
         """Whether separate workers compute the reference's log-probs; only if the algorithm needs them."""
-        return self.reference.where == "service" and self.algorithm.needs_reference
+        return self.reference.workers > 0 and self.algorithm.needs_reference
 
     @property
     def reward_reads_ahead(self) -> bool:
@@ -143,7 +156,7 @@ class RunConfig:
     @property
     def critic_served(self) -> bool:
         """Whether separate workers compute the critic's old values; only if the algorithm has a critic."""
-        return self.critic.where == "service" and self.algorithm.needs_critic
+        return self.critic.workers > 0 and self.algorithm.needs_critic
 
     @property
     def offloads(self) -> bool:
@@ -265,7 +278,7 @@ def _check_routes(config: RunConfig) -> None:
         }
         if own.engine == "vllm":
             reported |= {
-                "vllm.enable_prefix_caching=false": own.vllm.enable_prefix_caching,
+                "vllm.engine_kwargs.enable_prefix_caching=false": own.vllm.shares_prompts,
                 f"vllm.pipeline_parallel_size={own.vllm.pipeline_parallel_size}": own.vllm.pipeline_parallel_size == 1,
                 f"stop={own.stop} with engine=vllm": not own.stop,
             }
@@ -281,8 +294,8 @@ def _check_routes(config: RunConfig) -> None:
 def _check_runtime(config: RunConfig) -> None:
     check(
         not (config.critic_served and config.learner.sharded),
-        f"critic.where=service does not work with {config.learner.layout}, which leaves no rank a whole critic to "
-        "hand to the workers; allowed: critic.where=learner.",
+        f"critic.workers={config.critic.workers} does not work with {config.learner.layout}, which leaves no "
+        "rank a whole critic to hand to the workers; allowed: critic.workers=0.",
     )
     growing = any(kind.config.max_replicas for kind in replica_kinds(config.generator))
     check(

@@ -32,7 +32,8 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """``kind``: JSON schema's name of the type; ``nullable``: null is allowed too. ``default`` is plain data."""
+    """``kind``: JSON schema's name of the type; ``nullable``: null is allowed too. ``default`` is plain data;
+    ``common``: a newcomer changes it."""
 
     key: str
     kind: str
@@ -41,6 +42,7 @@ class Setting:
     choices: tuple[str, ...]
     bounds: dict[str, Any]
     about: str
+    common: bool
 
     @property
     def allowed(self) -> str:
@@ -81,6 +83,11 @@ def every_setting() -> Iterator[Setting]:
         yield from section.settings
 
 
+def common_settings() -> list[Setting]:
+    """Those that a newcomer changes."""
+    return [setting for setting in every_setting() if setting.common and ENTRY not in setting.key]
+
+
 def _sections(schema: type, key: str, about: str) -> Iterator[Section]:
     hints = get_type_hints(schema)
     own = [f for f in fields(schema) if not is_dataclass(hints[f.name])]
@@ -111,6 +118,7 @@ def _setting(declared: Field[Any], hint: Any, group: str) -> Setting:
         choices=told.get("choices", ()),
         bounds=told.get("bounds", {}),
         about=told.get("about", ""),
+        common=told.get("common", False),
     )
 
 

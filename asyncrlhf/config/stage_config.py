@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrlhf.data.number_formats import PRECISIONS
-from asyncrlhf.validation import check, check_settings, setting
-
-SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine")
+from asyncrlhf.validation import check, check_keywords, check_settings, setting
 
 
 @dataclass(frozen=True)
@@ -30,22 +28,19 @@ class TrainerConfig:
     )
     max_steps: int = setting(-1, "Optimizer steps; -1: num_train_epochs decides.")
     learning_rate: float = setting(2e-5, "AdamW's learning rate, after warm-up.", low=0, exclusive_low=True)
-    lr_scheduler_type: str = setting("linear", "How the learning rate falls.", choices=SCHEDULES)
-    warmup_steps: int = setting(0, "Optimizer steps over which the learning rate rises from 0.", low=0)
-    weight_decay: float = setting(0.0, "AdamW's weight decay.", low=0)
-    max_grad_norm: float = setting(1.0, "Largest norm of the gradient; larger ones are scaled down to it.", low=0)
     per_device_train_batch_size: int = setting(8, "Rows, or pairs, per forward pass and process.", low=1, high=10**5)
-    gradient_accumulation_steps: int = setting(1, "Forward passes per optimizer step.", low=1, high=10**6)
-    gradient_checkpointing: bool = setting(False, "Computes activations again in the backward pass, to save memory.")
     max_length: int = setting(1024, "Longest row, in tokens, at most the model's context.", low=2)
     mixed_precision: str = setting(
         "none", "Format of the passes, by autocast over float32 master weights.", choices=PRECISIONS
     )
-    logging_steps: int = setting(10, "Optimizer steps between two lines of records.", low=1)
+    trainer_kwargs: Any = setting(
+        None, "More keywords of TRL's arguments, by name, such as {lr_scheduler_type: cosine, packing: true}."
+    )
 
     def check(self, key: str) -> None:
         """Raise ConfigError, naming settings under ``key``, for a value out of range."""
         check_settings(key, self)
+        check_keywords(f"{key}.trainer_kwargs", self.trainer_kwargs)
         check(
             self.max_steps == -1 or self.max_steps >= 1,
             f"{key}.max_steps={self.max_steps} is out of range; allowed: >= 1, or -1 for {key}.num_train_epochs.",
@@ -55,9 +50,6 @@ class TrainerConfig:
 @dataclass(frozen=True)
 class SftConfig(TrainerConfig):
     """TRL's ``SFTTrainer``. Rows: ``text``; ``prompt`` and ``completion``, which alone trains; or ``messages``."""
-
-    packing: bool = setting(False, "Fills rows of max_length tokens with several texts.")
-    assistant_only_loss: bool = setting(False, "Rows of messages: trains on the assistant's turns only.")
 
     def __post_init__(self) -> None:
         self.check("sft")
@@ -69,9 +61,6 @@ class RewardTrainingConfig(TrainerConfig):
     optional ``margin`` column gives the least difference of their scores."""
 
     learning_rate: float = setting(1e-4, "AdamW's learning rate, after warm-up.", low=0, exclusive_low=True)
-    center_rewards_coefficient: float = setting(
-        0.0, "Weight that pulls the mean score to zero (2312.09244, eq. 2); its authors use 0.01.", low=0
-    )
 
     def __post_init__(self) -> None:
         self.check("reward_model")
@@ -134,7 +123,6 @@ class EvaluationConfig:
     )
     pass_k: list[int] = setting([], "Numbers k for pass@k, the chance that one of k answers to a prompt is right.")
     pass_reward: float = setting(1.0, "The least reward of an answer that counts as right for pass_k.")
-    samples_shown: int = setting(5, "Answers shown on the terminal; evaluation.json has all of them.", low=0)
 
     def __post_init__(self) -> None:
         check_settings("evaluation", self)

@@ -17,7 +17,7 @@ def unused_settings(config: RunConfig) -> list[str]:
     engines = {kind.config.engine for kind in replica_kinds(config.generator)}
     reward = {config.reward.kind} if config.reward.kind != "sum" else {"model", "judge", "http", "python"}
     judged = "judge" in reward and config.reward.judge.engine == "http"
-    adaptive = ("ess_floor", "min_staleness", "adapt_every", "adapt_patience")
+    adaptive = ("ess_floor", "min_staleness")
     found = [
         ("generator.vllm", config.generator.vllm, (), "vllm" in engines, "generator.engine=vllm"),
         ("generator.fake", config.generator.fake, (), "fake" in engines, "generator.engine=fake"),

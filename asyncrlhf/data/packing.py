@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrlhf.types import FloatArray, IdArray, IntArray, Prompt, Rollout, TrainBatch, TrainSample
+from asyncrlhf.types import IdArray, IntArray, Prompt, Rollout, TrainBatch, TrainSample
 
 # Arrays of a TrainBatch by the unit of their entries; the kept sets of truncated sampling have another layout.
 _TOKENS = (
@@ -42,6 +42,8 @@ def pack(samples: Sequence[TrainSample]) -> TrainBatch:
     logprobs[response_mask] = np.concatenate([r.behavior_logprobs for r in rollouts])
     versions_of_critic = [r.critic_version for r in rollouts if r.critic_version is not None]
     kept_ids, kept_counts = _kept(rollouts, response_mask)
+    inputs = np.ones(len(response_mask), dtype=np.bool_)
+    inputs[np.cumsum(spans.sum(axis=1)) - 1] = False  # the last token of a sequence is no model's input
     oldest = np.repeat([sample.masked_before_version for sample in samples], spans.sum(axis=1))
     return TrainBatch(
         token_ids=np.concatenate([part for pair in zip(prompts, responses, strict=True) for part in pair]).astype(
@@ -57,29 +59,13 @@ def pack(samples: Sequence[TrainSample]) -> TrainBatch:
         group_ids=np.array([r.group_id for r in rollouts], dtype=np.int64),
         rollout_ids=np.array([r.rollout_id for r in rollouts], dtype=np.int64),
         truncated=np.array([r.finish_reason == "length" for r in rollouts], dtype=np.bool_),
-        ref_logprobs=_served([r.ref_logprobs for r in rollouts], response_mask, "the reference's log-probs"),
-        values=_served([r.values for r in rollouts], response_mask, "the critic's values"),
+        ref_logprobs=_laid_out([r.ref_logprobs for r in rollouts], response_mask, "the reference's log-probs"),
+        values=_laid_out([r.values for r in rollouts], response_mask, "the critic's values"),
         critic_versions=np.array(versions_of_critic, dtype=np.int64) if versions_of_critic else None,
         kept_ids=kept_ids,
         kept_counts=kept_counts,
-        routed_experts=_routes([r.routed_experts for r in rollouts], spans.sum(axis=1)),
+        routed_experts=_laid_out([r.routed_experts for r in rollouts], inputs, "their experts"),
     )
-
-
-def _routes(given: Sequence[np.ndarray | None], lengths: IntArray) -> np.ndarray | None:
-    """The experts of each token [T, E]; the last token of each sequence is no model's input and has zeros. None if
-    no rollout has them."""
-    there = [routes for routes in given if routes is not None]
-    if not there:
-        return None
-    if len(there) < len(given):
-        raise ValueError(f"{len(given) - len(there)} of {len(given)} rollouts lack their experts")
-    joined = np.concatenate(there)
-    laid = np.zeros((int(lengths.sum()), joined.shape[1]), joined.dtype)
-    inputs = np.ones(len(laid), np.bool_)
-    inputs[np.cumsum(lengths) - 1] = False
-    laid[inputs] = joined
-    return laid
 
 
 def _kept(rollouts: Sequence[Rollout], response_mask: np.ndarray) -> tuple[IdArray | None, IdArray | None]:
@@ -93,15 +79,17 @@ def _kept(rollouts: Sequence[Rollout], response_mask: np.ndarray) -> tuple[IdArr
     return np.concatenate(ids), counts
 
 
-def _served(given: Sequence[FloatArray | None], response_mask: np.ndarray, what: str) -> FloatArray | None:
-    """A service's arrays of the rollouts [L], laid out over all tokens [T]; None if no rollout has one."""
+def _laid_out(given: Sequence[np.ndarray | None], where: np.ndarray, what: str) -> np.ndarray | None:
+    """The rollouts' arrays, an entry for each token of ``where`` [T], laid out over all tokens [T, ...], 0 elsewhere;
+    None if no rollout has one."""
     there = [array for array in given if array is not None]
     if not there:
         return None
     if len(there) < len(given):
         raise ValueError(f"{len(given) - len(there)} of {len(given)} rollouts lack {what}")
-    laid = np.zeros(len(response_mask), dtype=np.float32)
-    laid[response_mask] = np.concatenate(there)
+    joined = np.concatenate(there)
+    laid = np.zeros((len(where), *joined.shape[1:]), joined.dtype)
+    laid[where] = joined
     return laid
 
 

@@ -135,6 +135,19 @@ def read_line(line: bytes) -> tuple[dict[str, Any] | None, str]:
     return row, ""
 
 
+def is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether the value is a list of at least one message, each with a role and a text as content."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(m, Mapping) and is_text(m.get("role")) and isinstance(m.get("content"), str) for m in value)
+    )
+
+
 def refuse_images(where: str, fields: Mapping[str, Any], prompt: Any) -> None:
     """Raise ConfigError for a row with an image, which a language model would answer without seeing it: in a column
     named so, or among the contents of the messages ``prompt``."""

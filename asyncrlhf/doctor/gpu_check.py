@@ -35,7 +35,7 @@ RUN = (
     "generator.engine=vllm", "generator.slots=64", "generator.gpus=1", "generator.vllm.max_model_len=512",
     "learner.gpus=1", "learner.mixed_precision=bfloat16", "model.dtype=bfloat16", "learner.token_budget=16384",
     "logging=quiet", "reward.kind=python", "reward.target=asyncrlhf.bench.measure:coin", "task.heldout_size=8",
-    "eval_every=0", "weights.audit_every=3", "generator.vllm.enforce_eager=true",
+    "eval_every=0", "weights.audit_every=3", "generator.vllm.engine_kwargs={enforce_eager:true}",
 )  # fmt: skip
 
 

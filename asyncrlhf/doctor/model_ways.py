@@ -22,8 +22,7 @@ from asyncrlhf.learner.model.inputs import PackedInputs
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
 from asyncrlhf.learner.settings.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
-from asyncrlhf.models.miniature import MISFITS
-from asyncrlhf.models.shrinking import WINDOW
+from asyncrlhf.models.miniature import MISFITS, WINDOW
 from asyncrlhf.types import GenerationRequest, IntArray, Prompt, Rollout, SamplingParams, TrainSample
 
 REFUSED = "refused"

@@ -22,37 +22,10 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from asyncrlhf.doctor.model_ways import (
-    REFUSED,
-    Way,
-    engine_way,
-    export_way,
-    learner_way,
-    quiet,
-    without_figures,
-)  # fmt: skip
+from asyncrlhf.doctor.model_ways import REFUSED, Way, engine_way, export_way, learner_way, quiet, without_figures
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.models.miniature import MISFITS, build_miniature
 
-HEAD = """# Models
-
-How each family of causal language models in transformers {version} runs, found on a small random model of it with one
-or two layers of each kind ([miniature.py](../asyncrlhf/models/miniature.py)). Made by `make reference`.
-`asyncrlhf doctor model.path=...` says the same of a checkpoint, by its own config.
-
-- **learner**: `packed`, all sequences of a batch in one pass without padding; `one sequence at a time`, by the model's
-  own forward pass. Log-probs and gradients equal those of plain passes over each sequence alone, and log-probs equal
-  them again after two steps.
-- **hf engine**: `slots`, a static cache with a row per sequence; `own caches`, transformers' own; `no cache`, a whole
-  pass for each token. Log-probs of sampled tokens equal those of plain passes, also under the learner's new weights.
-- **export**: whether a saved checkpoint gives the same logits when `from_pretrained` loads it again.
-- **vLLM**: whether its registry lists the class: with code of its own, or by transformers' code in its place. Not run
-  here.
-
-A family that is refused fails before a run starts, with the sentence given. Families of encoders (BERT, ...) are built
-with `is_decoder=true`; without it they are refused, because their predictions depend on later tokens.
-
-"""
 COLUMNS = ("family", "class", "layers", "learner", "hf engine", "export", "vLLM")
 # What published checkpoints of a family state and its default config lacks.
 STATED: dict[str, dict[str, Any]] = {
@@ -166,9 +139,10 @@ def registry() -> dict[str, frozenset[str]]:
     return found
 
 
-def page(rows: Sequence[Row]) -> str:
-    """docs/models.md."""
-    head = HEAD.format(version=transformers.__version__)
+def page(rows: Sequence[Row], before: str) -> str:
+    """docs/models.md with these rows; the text above its table is that of the page ``before``."""
+    head = re.split(r"^\d+ families", before, flags=re.MULTILINE)[0]
+    head = re.sub(r"(?<=in transformers )[\d.]+(?= runs)", transformers.__version__, head)
     counts = [
         f"{title}: " + ", ".join(f"{count} {name}" for name, count in Counter(cells).most_common())
         for title, cells in (
@@ -188,7 +162,7 @@ def main() -> None:
     if some:
         print("\n".join(found.line() for found in rows))
     else:
-        Path(target).write_text(page(rows), encoding="utf-8")
+        Path(target).write_text(page(rows, Path(target).read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -30,41 +30,21 @@ def build_engine(
     """``load_model`` and ``offloads`` are for the hf engine (vLLM loads the checkpoint itself); ``answer_ids`` is for
     the fake engine, ``decode`` for stop texts. ``vocab_size``: ids from this one on are never sampled. ``routes``:
     rollouts report the experts of each token."""
-    engine = _build(config, model, load_model, vocab_size, version, answer_ids, offloads, routes)
-    engine.decode = decode
-    return engine
-
-
-def _build(
-    config: GeneratorConfig,
-    model: ModelConfig,
-    load_model: Callable[[ModelConfig], PreTrainedModel],
-    vocab_size: int,
-    version: int,
-    answer_ids: AnswerIds | None,
-    offloads: bool,
-    routes: bool,
-) -> Engine:
+    engine: Engine
+    common = {"slots": config.slots, "version": version}
+    # Each engine's imports take seconds, but those of the fake one.
     if config.engine == "fake":
         from asyncrlhf.engines.fake import FakeEngine
 
-        return FakeEngine(
-            config.fake, slots=config.slots, vocab_size=vocab_size, version=version, answer_ids=answer_ids
-        )
-    if config.engine == "vllm":
+        engine = FakeEngine(config.fake, vocab_size=vocab_size, answer_ids=answer_ids, **common)
+    elif config.engine == "vllm":
         from asyncrlhf.engines.vllm.core import VllmCore
         from asyncrlhf.engines.vllm.vllm_engine import VllmEngine
 
-        return VllmEngine(VllmCore(config, model, routes, vocab_size), slots=config.slots, version=version)
-    from asyncrlhf.engines.hf.hf_engine import (
-        HFEngine,  # transformers takes seconds to import, and the fake engine needs none
-    )
+        engine = VllmEngine(VllmCore(config, model, routes, vocab_size), **common)
+    else:
+        from asyncrlhf.engines.hf.hf_engine import HFEngine
 
-    return HFEngine(
-        load_model(model),
-        slots=config.slots,
-        version=version,
-        offloads=offloads,
-        routes=routes,
-        sampled=vocab_size,
-    )
+        engine = HFEngine(load_model(model), offloads=offloads, routes=routes, sampled=vocab_size, **common)
+    engine.decode = decode
+    return engine

@@ -16,6 +16,7 @@ from torch import nn
 from asyncrlhf.data.data_config import LoraConfig
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.models.adapter import is_adapter, merged
+from asyncrlhf.models.weight_files import tied_names
 from asyncrlhf.types import FloatArray, GenerationFailure, GenerationRequest, IntArray, Rollout, SamplingParams
 
 CacheMode = Literal["keep", "recompute"]
@@ -217,32 +218,23 @@ def match_names(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict
 
     Raises WeightSyncError naming a parameter that is missing, unknown or of another shape.
     """
-    own = dict(model.named_parameters())
+    own = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     tied = tied_names(model)
-    unknown = [name for name in shapes if name not in own and name not in tied]
-    given = {tied[name]: name for name in shapes if name in tied}
-    given.update({name: name for name in shapes if name in own})
-    missing = [name for name in own if name not in given]
-    wrong = [
-        f"{name} is {shapes[given[name]]} instead of {tuple(parameter.shape)}"
-        for name, parameter in own.items()
-        if name in given and shapes[given[name]] != parameter.shape
-    ]
-    problems = [
-        f"{kind}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
-        for kind, names in (("missing", missing), ("unknown", unknown), ("wrong shape", wrong))
-        if names
-    ]
-    if problems:
-        raise WeightSyncError(f"The weights do not fit the engine's model ({'; '.join(problems)}).")
+    given = {tied[name]: name for name in shapes if name in tied} | {name: name for name in shapes if name not in tied}
+    if apart := misfit(own, {name: shapes[theirs] for name, theirs in given.items()}):
+        raise WeightSyncError(f"The weights do not fit the engine's model ({apart}).")
     return {given[name]: name for name in own}
 
 
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Names of tied parameters beyond the first, and that first name."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    names = ((name, first[id(p)]) for name, p in model.named_parameters(remove_duplicate=False))
-    return {name: original for name, original in names if name != original}
+def misfit(own: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> str:
+    """What is missing, unknown or of another shape in ``given``, in words; empty if nothing is."""
+    wrong = [f"{n} is {given[n]} instead of {own[n]}" for n in own if n in given and given[n] != own[n]]
+    missing, unknown = [n for n in own if n not in given], [n for n in given if n not in own]
+    return "; ".join(
+        f"{kind}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+        for kind, names in (("missing", missing), ("unknown", unknown), ("wrong shape", wrong))
+        if names
+    )
 
 
 def load_named_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:

@@ -22,12 +22,12 @@ OWN_SAMPLING = (
 )  # fmt: skip
 # The same for vLLM's EngineArgs.
 OWN_ENGINE = (
-    "model", "skip_tokenizer_init", "trust_remote_code", "dtype", "generation_config", "logprobs_mode", "max_logprobs",
-    "max_num_seqs", "max_model_len", "block_size", "max_num_batched_tokens", "gpu_memory_utilization", "enforce_eager",
-    "enable_prefix_caching", "enable_chunked_prefill", "tensor_parallel_size", "pipeline_parallel_size",
-    "enable_expert_parallel", "distributed_executor_backend", "enable_sleep_mode", "weight_transfer_config",
-    "worker_extension_cls", "disable_log_stats", "kv_cache_memory_bytes", "enable_lora", "max_loras", "max_lora_rank",
-    "max_cpu_loras", "lora_target_modules", "enable_return_routed_experts",
+    "model", "skip_tokenizer_init", "trust_remote_code", "dtype", "generation_config", "logprobs_mode",
+    "max_logprobs", "max_num_seqs", "max_model_len", "gpu_memory_utilization",
+    "enable_chunked_prefill", "tensor_parallel_size", "pipeline_parallel_size", "distributed_executor_backend",
+    "enable_sleep_mode", "weight_transfer_config", "worker_extension_cls", "disable_log_stats",
+    "kv_cache_memory_bytes", "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_target_modules",
+    "enable_return_routed_experts",
 )  # fmt: skip
 # Fields of vLLM's EngineArgs that would break the guarantee that a token's version is that of its weights, or
 # that engine and learner hold the same model; with the reason.
@@ -87,8 +87,6 @@ class VllmConfig:
 
     dtype: str = setting("auto", "Number format of the engine's weights; auto is model.dtype.", choices=VLLM_DTYPES)
     max_model_len: int = setting(0, "Longest prompt and response together, in tokens; 0 is the model's context.", low=0)
-    max_num_batched_tokens: int = setting(0, "Most tokens of one engine step; 0: vLLM's default.", low=0)
-    block_size: int = setting(0, "Tokens of one block of the KV cache; 0: vLLM's default.", low=0)
     kv_cache_gb: float = setting(
         0.0,
         "Memory of the KV cache, in GiB; 0: on a CPU enough for all slots at full length (at most a quarter of the "
@@ -103,30 +101,25 @@ class VllmConfig:
         high=1,
         exclusive_low=True,
     )
-    enforce_eager: bool | None = setting(
-        None, "Runs without compilation; null: true on a CPU, where compilation takes minutes, false on GPUs."
-    )
-    enable_prefix_caching: bool = setting(True, "Keeps the KV cache of prompts, so that siblings share it.")
-    enable_sleep_mode: bool = setting(
-        False, "A replica that takes turns with the learner frees its GPU memory while it sleeps; needs GPUs."
-    )
-    sleep_level: int = setting(
-        1,
-        "Weights of a sleeping replica: 1 keeps them in host memory, 2 discards them if new ones will follow.",
-        low=1,
+    sleep_level: int | None = setting(
+        None,
+        "What a replica does to free a GPU that it shares with the learner, in the learner's turns: 0 nothing, 1 moves "
+        "its weights to host memory, 2 discards them if new ones will follow; null: 1 if it shares one. Needs GPUs.",
+        low=0,
         high=2,
     )
     tensor_parallel_size: int = setting(1, "GPUs that hold a share of each layer.", low=1, high=1024)
     pipeline_parallel_size: int = setting(
         1, "Pipeline stages, each with some of the layers; needs GPUs.", low=1, high=1024
     )
-    enable_expert_parallel: bool = setting(False, "Distributes the experts of a mixture over the workers.")
     enable_lora: bool | None = setting(
         None,
         "With model.lora.r: true applies the adapter beside the base weights, false merges it into them at each load "
         "(a longer load, a copy of the base in host memory, faster tokens); null: true on GPUs, false on a CPU.",
     )
-    engine_kwargs: Any = setting(None, "More keywords of vLLM's EngineArgs, by name.")
+    engine_kwargs: Any = setting(
+        None, "More keywords of vLLM's EngineArgs, by name, such as {enable_expert_parallel: true, block_size: 32}."
+    )
 
     def __post_init__(self) -> None:
         check_keywords("generator.vllm.engine_kwargs", self.engine_kwargs)
@@ -136,6 +129,11 @@ class VllmConfig:
             check(why is None, f"generator.vllm.engine_kwargs.{name} is not allowed: it {why}.")
         check_known("generator.vllm.engine_kwargs", self.engine_kwargs or (), "EngineArgs")
         check_settings("generator.vllm", self)
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether siblings share the KV cache of their prompt."""
+        return bool((self.engine_kwargs or {}).get("enable_prefix_caching", True))
 
     @property
     def workers(self) -> int:
@@ -167,16 +165,19 @@ class GeneratorConfig:
         "hf",
         "The engine: continuous batching on transformers models (hf), vLLM, or random latencies (fake).",
         choices=ENGINES,
+        common=True,
     )
     # Any: replica_kinds reports a value that is not a number
-    replicas: Any = setting(1, "Number of equal replicas; a whole number from 1 to 10,000.")
+    replicas: Any = setting(1, "Number of equal replicas; a whole number from 1 to 10,000.", common=True)
     max_replicas: int = setting(
         0, "Most replicas on a Ray cluster that grows; 0: no more than at the start.", low=0, high=MAX_REPLICAS
     )
     groups: Any = setting(None, "Replicas of several kinds, by name; null: all are equal.", entries=GroupConfig)
     slots: int = setting(128, "Responses that one replica generates at once.", low=1, high=MAX_SLOTS)
-    max_completion_length: int = setting(16, "Longest response, in tokens; longer ones are cut off.", low=1, high=10**7)
-    temperature: float = setting(1.0, "Sampling temperature; log-probs are taken at the same one.", low=0)
+    max_completion_length: int = setting(
+        16, "Longest response, in tokens; longer ones are cut off.", low=1, high=10**7, common=True
+    )
+    temperature: float = setting(1.0, "Sampling temperature; log-probs are taken at the same one.", low=0, common=True)
     top_p: float = setting(
         1.0,
         "Samples from the likeliest tokens with this total probability; 1: all.",
@@ -196,9 +197,8 @@ class GeneratorConfig:
     threads: int = setting(
         1, "CPU threads of one replica, shared by its vLLM workers; 0 is Ray's choice.", low=0, high=MAX_THREADS
     )
-    gpus: float = setting(0.0, "GPUs of one replica; 0 runs it on the CPU.", low=0, high=1024)
+    gpus: float = setting(0.0, "GPUs of one replica; 0 runs it on the CPU.", low=0, high=1024, common=True)
     ignore_eos: bool = setting(False, "Every response has max_completion_length tokens: for measurements.")
-    max_restarts: int = setting(3, "Restarts of a replica that dies.", low=0)
     virtual_step_seconds: float = setting(
         0.01, "runtime=local: seconds that one decode iteration costs on the virtual clock.", low=0, high=DAY
     )
@@ -239,8 +239,8 @@ class GeneratorConfig:
             f"on a CPU vLLM has no pipeline stages.",
         )
         check(
-            self.engine != "vllm" or self.gpus > 0 or not self.vllm.enable_sleep_mode,
-            "generator.vllm.enable_sleep_mode=true needs generator.gpus; on a CPU vLLM has no sleep mode.",
+            self.engine != "vllm" or self.gpus > 0 or not self.vllm.sleep_level,
+            f"generator.vllm.sleep_level={self.vllm.sleep_level} needs generator.gpus; on a CPU vLLM has none.",
         )
         check(
             self.engine != "vllm" or self.gpus == 0 or max(1.0, self.gpus) == self.vllm.workers,

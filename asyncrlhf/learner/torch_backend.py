@@ -15,12 +15,12 @@ from torch import nn
 from asyncrlhf.algorithms.aggregate import normaliser_count
 from asyncrlhf.algorithms.weights import sqrt_ess_factor
 from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
+from asyncrlhf.learner.model.forward import use_float32_head
 from asyncrlhf.learner.model.model_pass import checkpoint_layers
-from asyncrlhf.learner.model.output_layer import use_float32_head
 from asyncrlhf.learner.model.sequence import ContextParallel
 from asyncrlhf.learner.model.ulysses import Ulysses
-from asyncrlhf.learner.ranks.distributed import all_gather, all_sum, barrier, deal_out, gathered, peers_along
-from asyncrlhf.learner.settings.learner_config import BackendSpec, StepResult
+from asyncrlhf.learner.ranks import all_gather, all_sum, barrier, deal_out, gathered, peers_along
+from asyncrlhf.learner.settings.learner_config import MOST_SKIPPED, VALUE_COEF, BackendSpec, StepResult
 from asyncrlhf.learner.state import checkpoint
 from asyncrlhf.learner.state.state_writer import StateWriter
 from asyncrlhf.learner.step.companions import ValueModel, follow, frozen_copy, frozen_reference
@@ -135,7 +135,7 @@ class TorchBackend:
         with the same share (``LearnerConfig.shares``) get the same groups. ``policy_version`` increases by one, also
         when the update is skipped.
 
-        Raises AsyncRLHFError after ``learner.max_skipped_steps`` steps in a row without a finite gradient.
+        Raises AsyncRLHFError after ``MOST_SKIPPED`` steps in a row without a finite gradient.
         """
         started = time.perf_counter()
         if self.replay is not None:
@@ -240,7 +240,7 @@ class TorchBackend:
         if self.critic is None or not self._critic_served:
             return None if self.critic is None else self._passes.all_values(plan)
         if plan.tokens.values is None:
-            raise AsyncRLHFError("A batch came without the critic's values, which critic.where=service leaves to it.")
+            raise AsyncRLHFError("A batch came without the critic's values, which critic.workers leaves to it.")
         return plan.tokens.values
 
     def _final_values(self, plan: StepPlan) -> torch.Tensor | None:
@@ -329,7 +329,7 @@ class TorchBackend:
                 self.updater.backward(critic, values.sum() * 0.0)
                 continue
             loss = critic_loss(self.algorithm, tokens.part([microbatch]), values, normaliser)
-            self.updater.backward(critic, loss * self.algorithm.value_coef)
+            self.updater.backward(critic, loss * VALUE_COEF)
             total += loss.detach()
         return total
 
@@ -343,8 +343,8 @@ class TorchBackend:
 
     def _guard(self, skipped: bool) -> None:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        if self._skipped_in_a_row >= self.config.max_skipped_steps:
+        if self._skipped_in_a_row >= MOST_SKIPPED:
             raise AsyncRLHFError(
-                f"The gradient was not finite in {self._skipped_in_a_row} learner steps in a row "
-                "(learner.max_skipped_steps); lower learner.learning_rate or look at the rewards."
+                f"The gradient was not finite in {self._skipped_in_a_row} learner steps in a row; "
+                "lower learner.learning_rate or look at the rewards."
             )

@@ -3,6 +3,6 @@ made small for comparisons before a run.
 """
 
 DOORS = (
-    "adapter", "blank_model", "checkpoint_folder", "checkpoint_notes", "miniature", "offload", "plain_pass",
-    "pretrained", "routes", "shrinking", "vocabulary", "weight_files",
+    "adapter", "checkpoint_folder", "checkpoint_notes", "miniature", "offload", "plain_pass", "pretrained", "routes",
+    "vocabulary", "weight_files",
 )  # fmt: skip

@@ -3,6 +3,9 @@ above all torch, for processes that do not run a model."""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import json
 import re
 from contextlib import suppress
 from functools import lru_cache
@@ -17,7 +20,6 @@ from transformers.utils import cached_file
 from asyncrlhf.data.data_config import ModelConfig, refuse_missing_model
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.models.converted import cache_folder, converted, smollm2
-from asyncrlhf.models.text_folder import is_nested, text_folder
 from asyncrlhf.validation import check
 
 SPANS = re.compile(r"window|chunk")  # settings that say how far a layer sees, in tokens
@@ -29,7 +31,7 @@ def resolve(path: str, trust_remote_code: bool = False) -> str:
     """A folder or hub name that ``from_pretrained`` takes, with a causal language model.
 
     What is no whole plain checkpoint is converted once (:func:`asyncrlhf.models.converted.converted`), and the
-    language model of a multi-modal one is copied once (:func:`~asyncrlhf.models.text_folder.text_folder`); only a
+    language model of a multi-modal one is copied once (:func:`~asyncrlhf.models.checkpoint_folder.text_folder`); only a
     conversion runs the checkpoint's own code, with ``trust_remote_code``.
     """
     given = _whole(path, trust_remote_code)
@@ -150,3 +152,51 @@ def from_pretrained(auto: Any, config: ModelConfig, **options: Any) -> Any:
                 "model.trust_remote_code=true allows it to run, once you have read it"
             )
         raise ConfigError(f"model.path={config.path} could not be loaded: {reason}.") from error
+
+
+def text_folder(folder: Path, cache: Path) -> Path:
+    """``folder``, or if it holds a multi-modal checkpoint, a folder below ``cache`` with its language model alone, as
+    ``from_pretrained`` reads it. The first call writes it, tensor by tensor, while others wait.
+
+    Raises ConfigError if the checkpoint has no language model that can be trained alone.
+    """
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files or not is_nested(folder / "config.json"):
+        return folder
+    shape = _shape(str(folder), (folder / "config.json").stat().st_mtime_ns)
+    text = None if shape is None else shape.get_text_config(decoder=True)
+    if shape is None or text is shape or not isinstance(text, transformers.PretrainedConfig):
+        return folder
+    facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in (folder / "config.json", *files)]
+    key = hashlib.sha256(json.dumps([str(folder.resolve()), facts, transformers.__version__]).encode()).hexdigest()[:16]
+    target = cache / f"text-{folder.name}-{key}"
+    if not (target / "config.json").is_file():
+        cache.mkdir(parents=True, exist_ok=True)
+        with (cache / f".text-{key}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (target / "config.json").is_file():
+                from asyncrlhf.models.text_copy import write_text_part
+
+                write_text_part(folder, shape, target)
+    return target
+
+
+@lru_cache
+def _shape(folder: str, changed: int) -> transformers.PretrainedConfig | None:
+    """The config; None if transformers does not know it without the checkpoint's own code, which loads its model too.
+    ``changed`` is the time of the file's last change."""
+    try:
+        shape: transformers.PretrainedConfig = transformers.AutoConfig.from_pretrained(folder)
+        return shape
+    except (OSError, ValueError, KeyError, ImportError):  # the code that loads the model reports it
+        return None
+
+
+def is_nested(config: Path) -> bool:
+    """Whether the file holds the config of another model, as those of multi-modal models do. Reads one file."""
+    try:
+        found = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    parts = {name for name, value in found.items() if isinstance(value, dict) and name.endswith("_config")}
+    return bool(parts - {"quantization_config"}) and "auto_map" not in found

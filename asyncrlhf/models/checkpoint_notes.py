@@ -9,9 +9,8 @@ import transformers
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.models.checkpoint_folder import copy_note, load_shape, resolve
 from asyncrlhf.models.converted import conversion
-from asyncrlhf.models.more_heads import more_heads
 from asyncrlhf.models.vocabulary import vocabulary_notes
-from asyncrlhf.models.weight_files import WeightFiles
+from asyncrlhf.models.weight_files import WeightFiles, more_heads
 
 
 def checkpoint_notes(config: ModelConfig, tokenizer: transformers.PreTrainedTokenizerBase) -> list[str]:

@@ -35,26 +35,21 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> 
     return float(apart.mean() if dtype.itemsize < 4 else apart.max())
 
 
-def probe_lengths(model: transformers.PreTrainedModel) -> tuple[int, ...]:
-    """Lengths of texts that show how a model treats neighbours; the longest one exceeds every window if a pass
-    over it is affordable."""
+def probe_texts(model: transformers.PreTrainedModel, seed: int = 0) -> list[IntArray]:
+    """Three random texts that show how a model treats neighbours, from the shortest on; the longest one exceeds every
+    window if a pass over it is affordable."""
     longest = longest_span(model.config) + 5
     context = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or longest)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if longest > context or longest * parameters > AFFORDABLE:
         longest = 0
-    return 5, 9, max(longest, 12)
-
-
-def probe_texts(model: transformers.PreTrainedModel, seed: int = 0) -> list[IntArray]:
-    """One random text for each of :func:`probe_lengths`."""
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     rows = [int(embedding.num_embeddings), *([] if head is None else [int(head.weight.shape[0])])]
     most = min(sampled_ids(model) or rows[0], *rows)
     draws = np.random.default_rng(seed)
     # Not the first ids: some families give positions no meaning where a padding token stands.
-    return [draws.integers(min(4, most - 1), most, n, dtype=np.int64) for n in probe_lengths(model)]
+    return [draws.integers(min(4, most - 1), most, n, dtype=np.int64) for n in (5, 9, max(longest, 12))]
 
 
 @torch.no_grad()
@@ -70,7 +65,7 @@ def plain_logits(
         for text in texts:
             ids = torch.from_numpy(text).to(model.device)
             try:
-                whole, *parts = (uncached(model, x).logits[0] for x in ((ids, ids[:-1]) if causal else (ids,)))
+                whole, *parts = (own_pass(model, x[None]).logits[0] for x in ((ids, ids[:-1]) if causal else (ids,)))
             except MISCALLED as error:
                 raise ConfigError(
                     f"model.path: transformers' own forward pass of {type(model).__name__} fails on a plain text: "
@@ -90,12 +85,15 @@ def plain_logits(
     return found
 
 
-def uncached(model: Any, text: torch.Tensor, **more: Any) -> Any:
-    """The output of ``model``, or of its trunk, for one text [L] by its own forward pass."""
+def own_pass(model: Any, ids: torch.Tensor, *, last: int = 0, use_cache: bool = False, **given: Any) -> Any:
+    """The output of ``model``, or of its trunk, for tokens [n, l] without padding by its own forward pass. ``last``:
+    only the logits of so many tokens at the end are needed; others may be there."""
     known = inspect.signature(model.forward).parameters
-    takes_more = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
-    options = {"use_cache": False} if takes_more or "use_cache" in known else {}
-    return model(input_ids=text[None], **options, **more)
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values()) or "use_cache" in known:
+        given["use_cache"] = use_cache
+    if last and "logits_to_keep" in known:
+        given["logits_to_keep"] = last
+    return model(input_ids=ids, **given)
 
 
 def takes(model: Any, name: str) -> bool:

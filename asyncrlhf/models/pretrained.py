@@ -1,10 +1,13 @@
-"""Loads a pretrained checkpoint's model."""
+"""Loads a pretrained checkpoint's model: whole, or without weights beside the files that hold these."""
 
 from __future__ import annotations
 
 import inspect
 import re
+from pathlib import Path
+from typing import Any
 
+import accelerate
 import torch
 import transformers
 
@@ -12,10 +15,9 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.models.adapter import add_adapter
 from asyncrlhf.models.checkpoint_folder import from_pretrained, load_shape, load_tokenizer, resolve
 from asyncrlhf.models.converted import quantisation, refuse_missing_weights
-from asyncrlhf.models.more_heads import forget_heads
 from asyncrlhf.models.routes import Routers
 from asyncrlhf.models.vocabulary import end_tokens, limit_vocabulary
-from asyncrlhf.models.weight_files import check_weights
+from asyncrlhf.models.weight_files import WeightFiles, check_weights, forget_heads, more_heads, tied_names
 from asyncrlhf.validation import check, did_you_mean
 
 
@@ -102,3 +104,28 @@ def _check_keywords(config: ModelConfig, shape: transformers.PretrainedConfig) -
             f"model.model_init_kwargs.{name} is known neither to transformers' from_pretrained nor to "
             f"{type(shape).__name__}{did_you_mean(name, {*known, *shape.to_dict()})}.",
         )
+
+
+def load_blank(config: ModelConfig, dtype: torch.dtype) -> tuple[transformers.PreTrainedModel, WeightFiles] | None:
+    """The model in ``eval()``, with its parameters on the device ``meta`` and its computed buffers, and the files
+    with the parameters; None if only transformers can load it.
+
+    That is so for hub names, arguments of ``from_pretrained``, tensors that transformers renames, splits or joins
+    while loading (fused experts, quantised weights), and a checkpoint that lacks some.
+    """
+    folder, shape = Path(resolve(config.path)), load_shape(config)
+    if config.model_init_kwargs or not folder.is_dir() or getattr(shape, "quantization_config", None):
+        return None
+    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "dtype": dtype}
+    with accelerate.init_empty_weights(include_buffers=False):
+        model = transformers.AutoModelForCausalLM.from_config(shape, **options)
+    model.tie_weights()  # again: a parameter on ``meta`` is replaced by a new object each time it is set
+    files = WeightFiles(folder)
+    persistent = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
+    read = files.names - tied_names(model).keys() - set(more_heads(files.names, shape))
+    if persistent or {name for name, _ in model.named_parameters()} != read:
+        return None
+    forget_heads(model.config)
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return model.eval(), files

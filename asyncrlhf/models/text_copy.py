@@ -142,7 +142,7 @@ def _write_weights(part: TextPart, files: WeightFiles, out: Path, key: str) -> N
         if sum(tensor.nbytes for tensor in batch.values()) > FILE_BYTES:
             written |= _write_file(part, batch, out, len({*written.values()}))
             batch = {}
-    absent = sorted(shapes.keys() - found - tied_names(part.text))
+    absent = sorted(shapes.keys() - found - tied_names(part.text).keys())
     check(not absent, f"{key} lacks {len(absent)} tensors of its language model, such as {absent and absent[0]}.")
     written |= _write_file(part, batch, out, len({*written.values()}))
     (out / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": written}, indent=1), encoding="utf-8")

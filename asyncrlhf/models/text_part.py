@@ -22,19 +22,13 @@ from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.models.miniature import shrunk
 
 # Families that are tried in place of a text model that transformers has no causal class for, nearest names first.
 TRIED = 6
 PROBE_TOKENS = 12
 # float64: the two models differ by rounding, or by much more than this share of the largest logit.
 TOLERANCE = 1e-9
-# Sizes of the small model; its heads keep their width, to which rotary positions are adjusted.
-LAYERS, HEADS = 4, 2
-# By a part of the settings' names: widths, and what the probe must be longer than.
-SIZES = {
-    "intermediate_size": 64, "vocab_size": 64, "experts_per_tok": 2, "top_k_experts": 2, "experts": 4,
-    "sliding_window": 5, "chunk_size": 5,
-}  # fmt: skip
 # How transformers' own plain forward computes attention and experts.
 _PLAIN = {"attn_implementation": "eager", "experts_implementation": "eager"}
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -195,9 +189,10 @@ def _computes_the_same(
     """Whether a small random language model of ``family`` computes the logits of the small multi-modal model that
     holds the same tensors, from text. The tensors of towers are zeros without memory: text does not reach them."""
     small = copy.deepcopy(shape)
-    _shrink(text_shape(small))
+    own = text_shape(small)
+    vars(own).update(vars(shrunk(own)))
     whole = _build(kind, small, torch.float64, computed_buffers=True)
-    settings = _settings(small, text_shape(small), family, whole)
+    settings = _settings(small, own, family, whole)
     draws = torch.Generator().manual_seed(0)
     text = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.float64, **_PLAIN)
     names = _names(whole, text)
@@ -217,27 +212,3 @@ def _computes_the_same(
         expected = whole(input_ids=ids, use_cache=False).logits
         logits = text.eval()(input_ids=ids, use_cache=False).logits
     return bool((logits - expected).abs().max() <= TOLERANCE * expected.abs().max() and expected.std() > 0)
-
-
-def _shrink(own: transformers.PretrainedConfig) -> None:
-    """Make the config that of a small model with the same kinds of layers."""
-    layers = own.num_hidden_layers
-    width = own.to_dict().get("head_dim") or own.hidden_size // own.num_attention_heads
-    alike = (getattr(own, "num_key_value_heads", None) or own.num_attention_heads) == own.num_attention_heads
-    kinds = getattr(own, "layer_types", None) or []
-    kept = max(LAYERS, *(kinds.index(kind) + 1 for kind in kinds)) if kinds else LAYERS
-    kept = min(layers, kept)
-    for name, value in list(vars(own).items()):
-        if isinstance(value, list) and len(value) == layers:
-            setattr(own, name, [min(v, 64) if type(v) is int else v for v in value[:kept]])
-        elif type(value) is int and (size := next((size for part, size in SIZES.items() if part in name), None)):
-            setattr(own, name, min(value, size))
-    if isinstance(getattr(own, "moe_layers", None), list):
-        own.moe_layers = [place for place in own.moe_layers if place < kept]
-    if getattr(own, "num_kv_shared_layers", 0):
-        own.num_kv_shared_layers = 0
-    own.num_hidden_layers, own.num_attention_heads, own.hidden_size = kept, HEADS, HEADS * width
-    if hasattr(own, "num_key_value_heads"):
-        own.num_key_value_heads = HEADS if alike else 1
-    for name in _SPECIAL:
-        setattr(own, name, 0)

@@ -1,9 +1,10 @@
-"""A checkpoint's tensors by name, read from its safetensors files in parts; models without weights for them."""
+"""A checkpoint's tensors by name, read from its safetensors files in parts; which of them no model has."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,11 @@ class WeightFiles:
             raise ConfigError(f"model.path={self.folder}: {name} cannot be read: {error}.") from error
 
 
-def tied_names(model: nn.Module) -> set[str]:
-    """The other names of parameters that have several; a file may hold them or not."""
-    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return every - {name for name, _ in model.named_parameters()}
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Names of tied parameters beyond the first, which a file may hold or not, and that first name."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = ((name, first[id(p)]) for name, p in model.named_parameters(remove_duplicate=False))
+    return {name: original for name, original in names if name != original}
 
 
 def check_weights(folder: str, key: str) -> None:
@@ -78,3 +80,29 @@ def check_weights(folder: str, key: str) -> None:
             raise ConfigError(f"{key}={folder}: {file.name} is not a complete safetensors file ({error}).") from error
         wanted, there = 8 + size + max(ends, default=0), file.stat().st_size
         check(there >= wanted, f"{key}={folder}: {file.name} is cut off: it has {there:,} of {wanted:,} bytes.")
+
+
+# In a configuration: how many there are, by the two names that vLLM reads.
+_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+_NAMED = re.compile(r"(?:^|\.)mtp[._]")
+_LAYER = re.compile(r"^(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
+
+
+def more_heads(names: Iterable[str], shape: Any) -> list[str]:
+    """Those of a checkpoint's tensors ``names`` that belong to such heads: named so, or of layers after the last."""
+    last = int(getattr(shape.get_text_config(), "num_hidden_layers", 2**31))
+
+    def beyond(name: str) -> bool:
+        layer = _LAYER.match(name)
+        return bool(_NAMED.search(name)) or (layer is not None and int(layer[1]) >= last)
+
+    return sorted(filter(beyond, names))
+
+
+def forget_heads(config: Any) -> None:
+    """Let the configuration of a loaded model promise no such heads: engines that load an export would look for
+    their weights."""
+    inner = config.get_text_config()
+    for name in _COUNTS:
+        if getattr(inner, name, 0):
+            setattr(inner, name, 0)

@@ -11,12 +11,14 @@ from asyncrlhf.buffer.async_config import AsyncConfig
 # Of whole sequences: on tokens even ruinous staleness leaves most of the sample effective. The share that VCPO's
 # learning rate reads (2602.17616).
 METRIC = "ess_fraction_seq"
+# Single batches differ: a look is at the mean of five, and only four good ones in a row raise the bound.
+STEPS, GOOD_LOOKS = 5, 4
 
 
 class AdaptiveBound:
-    """Adjusts the staleness bound from the mean ESS fraction of every ``adapt_every`` steps: a mean under ``ess_floor``
-    halves the bound, ``adapt_patience`` means at or above it in a row raise the bound by one step. Additive increase
-    with multiplicative decrease keeps the bound near the highest that the data allow."""
+    """Adjusts the staleness bound from the mean ESS fraction of every ``STEPS`` steps: a mean under ``ess_floor``
+    halves the bound, ``GOOD_LOOKS`` means at or above it in a row raise the bound by one step. Additive increase with
+    multiplicative decrease keeps the bound near the highest that the data allow."""
 
     def __init__(self, config: AsyncConfig) -> None:
         self._config = config
@@ -30,7 +32,7 @@ class AdaptiveBound:
         if not self._config.adaptive or not math.isfinite(ess):
             return None
         self._seen.append(ess)
-        if len(self._seen) < self._config.adapt_every:
+        if len(self._seen) < STEPS:
             return None
         mean = sum(self._seen) / len(self._seen)
         self._seen = []
@@ -38,9 +40,8 @@ class AdaptiveBound:
         if self.bound == before:
             return None
         floor = self._config.ess_floor
-        return (
-            f"Staleness bound {before} -> {self.bound}: {METRIC} was {mean:.2f} over {self._config.adapt_every} steps, "
-            + (f"under async.ess_floor={floor:g}." if mean < floor else f"async.ess_floor={floor:g} is kept.")
+        return f"Staleness bound {before} -> {self.bound}: {METRIC} was {mean:.2f} over {STEPS} steps, " + (
+            f"under async.ess_floor={floor:g}." if mean < floor else f"async.ess_floor={floor:g} is kept."
         )
 
     def _next(self, mean: float) -> int:
@@ -48,7 +49,7 @@ class AdaptiveBound:
             self._good = 0
             return max(self._config.min_staleness, self.bound // 2)
         self._good += 1
-        if self._good < self._config.adapt_patience:
+        if self._good < GOOD_LOOKS:
             return self.bound
         self._good = 0
         return min(self._config.bound, self.bound + 1)

@@ -147,10 +147,6 @@ class Controller:
         seconds = self.config.stall_timeout_seconds
         return f"Finishing the step under way and writing a checkpoint within stall_timeout_seconds={seconds:g}."
 
-    def status(self) -> dict[str, Any]:
-        """The content of ``status.json``."""
-        return self.supervisor.status()
-
     async def run(self) -> Outcome:
         """Run to the end. Raises the error of a loop that failed, or CancelledError when a signal ended the run early;
         the caller closes the parts by ``runtime.close()``."""
@@ -259,8 +255,7 @@ class Controller:
             restore(state, saved, self._source, self._log, self._runtime)
             self._assembly.take_up()
             self._bookkeeping.saved = state.version
-            first = saved.state.get("heldout_before", [])  # the first run's baseline; a number in old checkpoints
-            self._bookkeeping.measured += [m if isinstance(m, dict) else {"heldout_accuracy": m} for m in first]
+            self._bookkeeping.measured += saved.state.get("heldout_before", [])  # the first run's baseline
         self._doing("publishes its first weights")
         self._publisher.publish(state.version)
         await self._publisher.idle()
@@ -285,7 +280,7 @@ class Controller:
         await self._bookkeeping.settle()  # until here the learner may die, and the run go back
         self._end_loops()
         self._assembly.cancel(sorted(self.state.groups), "shutdown")
-        self._assembly.clear_buffer()
+        self._assembly.drop(self.state.buffer.groups(), "shutdown")
         self._log.mark()
         await self._log.flush()
         self.state.ledger.check()

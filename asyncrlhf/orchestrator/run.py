@@ -290,7 +290,10 @@ class _Job:
             saved=prepared.saved,
         )
         try:
-            with in_order(controller.stop, self._view.message), StatusFile(prepared.run_dir, controller.status):
+            with (
+                in_order(controller.stop, self._view.message),
+                StatusFile(prepared.run_dir, controller.supervisor.status),
+            ):
                 outcome = await controller.run()
         finally:
             self._taking_turns = runtime.sharing

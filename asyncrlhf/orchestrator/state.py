@@ -139,7 +139,7 @@ class RunState:
     stopping: bool = False
     resting: bool = False  # nothing begins until a checkpoint is written
     rests: int = 0  # number of such checkpoints; earlier measurements of the replicas' pace are discarded
-    last_progress: float = 0.0
+    last_progress: float = -1.0  # of the clock; negative before the first
     room: Signal = field(default_factory=Signal)
     batch: Signal = field(default_factory=Signal)
     queue: Signal = field(default_factory=Signal)

@@ -65,8 +65,8 @@ class Supervisor:
 
     @property
     def still(self) -> float:
-        """Seconds since the last progress."""
-        return self.state.now() - self.state.last_progress
+        """Seconds since the last progress; 0 before the first."""
+        return self.state.now() - self.state.last_progress if self.state.last_progress >= 0 else 0.0
 
     async def watch(self) -> None:
         """Check in a loop; raises StallError if the run stands still and no part is left to replace."""

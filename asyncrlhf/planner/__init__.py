@@ -1,6 +1,3 @@
-"""Formulas for seconds, bytes and staleness, and searches over layouts. Imports no other room but ``types``."""
+"""Formulas for seconds, bytes and staleness, and the choice among layouts. Imports no other room but ``types``."""
 
-DOORS = (
-    "callgraph", "choose", "costs", "explain", "fit", "layout", "memory", "ranking", "schedules", "search", "shapes",
-    "tables",
-)  # fmt: skip
+DOORS = ("choose", "costs", "explain", "fit", "layout", "ranking", "shapes", "tables")

@@ -111,8 +111,7 @@ def overrides(layout: Layout, *, gpus: bool, kinds: Sequence[str] = ()) -> list[
         }
         for kind in kinds:
             served = layout.services > 0
-            said[f"{kind}.where"] = "service" if served else "learner"
-            said |= {f"{kind}.workers": layout.services or 1, f"{kind}.gpus": int(served)}
+            said |= {f"{kind}.workers": layout.services, f"{kind}.gpus": int(served)}
     return [f"{key}={_word(value)}" for key, value in said.items()]
 
 

@@ -15,8 +15,6 @@ LEARNER: Mapping[str, Mapping[str, tuple[float, float]]] = {
     "float32": {"0": (16, 0), "1": (8, 12), "2": (4, 16), "3": (0, 20), "fsdp2": (0, 16)},
     "bfloat16": {"0": (16, 0), "1": (6, 12), "2": (2, 16), "3": (0, 18), "fsdp2": (0, 16)},
 }
-# The table of the ZeRO paper (1910.02054), for plans of other systems.
-TEXTBOOK: Mapping[str, tuple[float, float]] = {"0": (16, 0), "1": (4, 12), "2": (2, 14), "3": (0, 16)}
 
 
 @dataclass(frozen=True)
@@ -76,12 +74,3 @@ def generator_bytes(
     shards, width = tensor_parallel * pipeline, 2 if dtype == "bfloat16" else 4
     cache = context_tokens * shape.kv_bytes * width / 2
     return Bytes({"weights": width * shape.parameters / shards, "key-value cache": cache / shards})
-
-
-def slots_that_fit(
-    shape: ModelShape, memory: float, context: float, tensor_parallel: int = 1, pipeline: int = 1
-) -> int:
-    """Number of sequences of ``context`` tokens that fit a replica on devices of ``memory`` bytes."""
-    shards = tensor_parallel * pipeline
-    room = USABLE * memory * shards - 2.0 * shape.parameters
-    return max(0, int(room // (context * shape.kv_bytes)))

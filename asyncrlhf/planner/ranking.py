@@ -10,7 +10,6 @@ from typing import Any
 from asyncrlhf.planner.costs import CostModel, all_gather, all_reduce, forward_flops
 from asyncrlhf.planner.layout import Layout
 from asyncrlhf.planner.memory import Bytes, generator_bytes, layout_bytes, learner_bytes
-from asyncrlhf.planner.queueing import steady
 from asyncrlhf.planner.shapes import Cluster, ModelShape, Workload
 from asyncrlhf.planner.tables import Fitted
 
@@ -197,6 +196,44 @@ def rank_refusal(layout: Layout, subject: Subject) -> str | None:
     more = "".join(f", {name} parallel {size}" for name, size in cut.items() if size > 1)
     more += ", checkpointed" * layout.checkpointing + ", offloaded" * layout.offload
     return Bytes(parts).refusal(school.memory, f"A learner rank of {layout.ranks} ({stage}{more}) on {school.name}")
+
+
+@dataclass(frozen=True)
+class Steady:
+    """Expected figures of a run in its steady state.
+
+    Args:
+        step: seconds per learner step.
+        learner_idle: share of time that the learner waits.
+        held_back: share of time that the generators wait for admission.
+        staleness: mean over rollouts in versions, as an interval [low, high].
+    """
+
+    step: float
+    learner_idle: float
+    held_back: float
+    staleness: tuple[float, float]
+
+
+def steady(
+    generation: float, training: float, batch: int, in_flight: float, bound: int, longest: float = 1.0
+) -> Steady:
+    """Steady state of generators and a learner that alone handle ``generation`` and ``training`` rollouts/s.
+
+    Args:
+        batch: rollouts per step.
+        in_flight: sequences that all generators hold at once.
+        bound: max_staleness.
+        longest: expected longest response of a group divided by the mean (``Workload.longest_of``).
+
+    By Little's law a rollout is in flight for ``in_flight / generation`` seconds; its group waits for the longest.
+    """
+    ratio = generation / training
+    step = batch / min(generation, training)
+    if ratio <= 1:
+        natural = in_flight * longest / batch + ratio
+        return Steady(step, 1 - ratio, 0.0, (min(natural, bound), min(natural, bound)))
+    return Steady(step, 0.0, 1 - 1 / ratio, (max(0.0, bound - 0.5), float(bound)))
 
 
 @lru_cache(maxsize=64)

@@ -16,7 +16,6 @@ from scipy.stats import CensoredData, ecdf
 
 FILE = Path(__file__).with_name("devices.json")
 LATENCY, FAR_LATENCY = 5e-6, 1e-5  # seconds per message inside a node and between nodes
-EXPECT = "from data-sheet peaks, not measured here: expect errors of 30%"
 QUANTILES = (np.arange(20_000) + 0.5) / 20_000
 
 

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-FORMAT = 1
-
 
 @dataclass(frozen=True)
 class Fitted:
@@ -62,7 +60,7 @@ class Fitted:
     def save(self, path: Path, made: Mapping[str, Any], **more: Any) -> None:
         """Write a profile. ``made``: commit, machine and command; ``more``: the measurements behind the costs."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        facts = {"format": FORMAT, "made": dict(made), "costs": asdict(self), **more}
+        facts = {"made": dict(made), "costs": asdict(self), **more}
         path.write_text(json.dumps(facts, indent=1) + "\n")
 
     @classmethod
@@ -70,8 +68,6 @@ class Fitted:
         """Raises ValueError with one sentence if the file is not a profile."""
         try:
             given = json.loads(path.read_text(encoding="utf-8"))
-            if given["format"] != FORMAT:
-                raise ValueError(f"format {given['format']}; this version reads {FORMAT}")
             costs: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given["costs"].items()}
             costs["score_terms"] = {kind: tuple(terms) for kind, terms in costs["score_terms"].items()}
             return cls(**costs)

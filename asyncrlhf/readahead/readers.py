@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from asyncrlhf.errors import ConfigError, RewardError
+from asyncrlhf.learner.model.model_pass import autocast
 from asyncrlhf.learner.step.companions import ReferencePolicy
 from asyncrlhf.readahead.owners import Chunk, Prefilled
 from asyncrlhf.readahead.readings import Answer, Reading, Readings, past_refusal, reading_refusal
@@ -106,7 +107,7 @@ class LogprobReadings(Readings):
         self._reference = reference
 
     def _pass(self, batch: Sequence[Reading]) -> None:
-        with self._reference._autocast():
+        with autocast(self._reference._device, self._reference._dtype):
             super()._pass(batch)
 
     def _keep(self, batch: Sequence[Reading], hidden: Sequence[torch.Tensor]) -> None:

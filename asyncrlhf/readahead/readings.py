@@ -15,7 +15,8 @@ import torch.nn.functional as F
 import transformers
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner.attention.attention import IMPLEMENTATION, Layout, packed_attention
+from asyncrlhf.learner.attention.attention import IMPLEMENTATION, OPTIONS, Layout, packed_attention
+from asyncrlhf.learner.attention.tiles import Scoring
 from asyncrlhf.readahead.owners import Chunk, Prefilled
 from asyncrlhf.rewards.model import policy_ids
 from asyncrlhf.rewards.reward import StuckError
@@ -278,11 +279,11 @@ class _CachedLayout(Layout):
     seen: Sequence[torch.Tensor | None]
 
     def attend(
-        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
-    ) -> tuple[torch.Tensor, None]:
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
         """query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]. Raises ConfigError for a layer with a
         window, a soft cap or attention sinks."""
-        more = sorted(options.keys() - {"scaling"})
+        more = [name for name, given in zip(OPTIONS, scoring[1:], strict=True) if given is not None]
         if more:
             raise ConfigError(
                 f"model.path: {type(module).__name__} has {', '.join(more)} and cannot read sequences ahead; allowed: "
@@ -297,6 +298,6 @@ class _CachedLayout(Layout):
             # The heads of a group share one key head: grouped attention without copies of the keys.
             q = q[0].unflatten(0, (key.shape[1], -1))
             k, v = (tensor[0][:, None].expand(-1, q.shape[1], -1, -1) for tensor in (keys, values))
-            out = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, scale=options["scaling"])
+            out = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, scale=scoring.scale)
             parts.append(out.flatten(0, 1).transpose(0, 1))
-        return torch.cat(parts)[None], None
+        return torch.cat(parts)[None]

@@ -1,3 +1,3 @@
 """Curves and the HTML report of runs, and runs as data frames."""
 
-DOORS = ("frames", "html", "load", "multirun", "timeline")
+DOORS = ("frames", "html", "load", "timeline")

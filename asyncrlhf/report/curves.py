@@ -51,7 +51,7 @@ def curve(
 
 
 def _curve(group: Group, metric: str, axis: Axis, scale: float) -> Curve | None:
-    lines = [line for run in group.runs if (line := _line(run, metric, axis, scale)) is not None]
+    lines = [line for run in group.runs if (line := axis_points(run, metric, axis, scale)) is not None]
     if not lines:
         return None
     sparse = is_sparse(metric)
@@ -125,12 +125,9 @@ def time_scale(runs: Sequence[Run]) -> tuple[float, str]:
     return (60.0, "minutes") if longest < 3 * 3600 else (3600.0, "hours")
 
 
-def axis_points(run: Run, metric: str, axis: Axis) -> Points | None:
-    """The run's positions on the axis with a value of the metric, and these values; None if there are none."""
-    return _line(run, metric, axis, 1.0)
-
-
-def _line(run: Run, metric: str, axis: Axis, scale: float) -> Points | None:
+def axis_points(run: Run, metric: str, axis: Axis, scale: float = 1.0) -> Points | None:
+    """The run's positions on the axis, over ``scale``, with a value of the metric, and these values; None if there are
+    none."""
     x, y = run.column(axis), run.column(metric)
     if x is None or y is None:
         return None

@@ -12,11 +12,17 @@ import pandas as pd
 import yaml
 
 from asyncrlhf.records.write.checkpoint import LEARNER_FOLDER, list_checkpoints
-from asyncrlhf.records.write.evaluations import EVALUATIONS_FOLDER
-from asyncrlhf.records.write.recorder import CONFIG_FILE, METRICS_FILE, ROLLOUTS_FOLDER, read_metrics
+from asyncrlhf.records.write.recorder import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    ROLLOUTS_FOLDER,
+    flatten,
+    read_metrics,
+    read_summary,
+)
+from asyncrlhf.records.write.rollout_rows import EVALUATIONS_FOLDER
 from asyncrlhf.report import load
-from asyncrlhf.report.load import flatten
-from asyncrlhf.sweeps.job import read_summary
+from asyncrlhf.sweeps.plan import WITHOUT_EFFECT
 from asyncrlhf.sweeps.record import is_sweep
 from asyncrlhf.sweeps.results import read_results
 from asyncrlhf.sweeps.sentences import figures, sentences
@@ -169,8 +175,7 @@ def _cell(value: Any) -> Any:
 
 
 def _differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    skipped = ("run_dir", "name", "logging", "checkpoint", "sweep")
-    keys = sorted({key for config in configs for key in config if key.split(".")[0] not in skipped})
+    keys = sorted({key for config in configs for key in config if key.split(".")[0] not in WITHOUT_EFFECT})
     return [key for key in keys if any(config.get(key) != configs[0].get(key) for config in configs)]
 
 

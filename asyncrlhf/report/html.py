@@ -15,8 +15,7 @@ from plotly.offline import get_plotlyjs
 
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.report import rollouts, timeline
-from asyncrlhf.report.load import Group, Run, find_runs, load_runs
-from asyncrlhf.report.multirun import is_multirun, missing_jobs, multirun_results, multiruns
+from asyncrlhf.report.load import Group, Run, find_runs, is_multirun, load_runs, missing_jobs
 from asyncrlhf.report.page import Canvas, Section, curve_sections, page_axes
 from asyncrlhf.report.series import GLYPHS, STROKES, Series, build_series, group_all
 from asyncrlhf.report.sweep import sweep_section
@@ -41,7 +40,6 @@ def build_report(run_dirs: Sequence[Path], out: Path | None = None) -> Path:
     sweeps = _sweeps(paths, unread)
     # Of a sweep its finished jobs: its folder holds attempts that failed, too.
     others = [run for run in find_runs([path for path in paths if path not in sweeps]) if not _inside(run, sweeps)]
-    multirun = [found for folder in multiruns(paths) if (found := multirun_results(folder)) is not None]
     runs = load_runs([*(run for found in sweeps.values() for run in found.runs), *others], unread)
     unread |= missing_jobs([path for path in paths if path not in sweeps])
     single = len(paths) == 1 and (is_sweep(paths[0]) or is_multirun(paths[0]))
@@ -50,7 +48,7 @@ def build_report(run_dirs: Sequence[Path], out: Path | None = None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / "index.html"
     temporary = page.with_suffix(".tmp")
-    temporary.write_text(render(runs, [*sweeps.values(), *multirun], unread), encoding="utf-8")
+    temporary.write_text(render(runs, list(sweeps.values()), unread), encoding="utf-8")
     os.replace(temporary, page)
     return page
 
@@ -148,7 +146,7 @@ def _run_by_run(runs: Sequence[Run]) -> list[Section]:
 
 
 def _findings(sweeps: Sequence[Results]) -> list[str]:
-    """The sentences of the sweeps and multiruns, each after its sweep's name if there are several."""
+    """The sentences of the sweeps, each after its sweep's name if there are several."""
     several = len(sweeps) > 1
     return [f"{found.name}: {said}" if several else said for found in sweeps for said in sentences(found)]
 

@@ -16,15 +16,17 @@ import yaml
 
 from asyncrlhf.config.run_config import heldout_word
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.records.write.recorder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_metrics
+from asyncrlhf.records.write.recorder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, flatten, read_metrics
+from asyncrlhf.sweeps.plan import WITHOUT_EFFECT
 
 # Settings that may differ between two runs of one configuration: their folders and displays.
-_NOT_CONFIGURATION = ("seed", "run_dir", "name", "logging", "checkpoint", "sweep")
+_NOT_CONFIGURATION = ("seed", *WITHOUT_EFFECT)
 # Commands whose folders have no curves, by their files.
 _WITHOUT_CURVES = {"preferences.jsonl": "preference data", "evaluation.json": "an evaluation"}
 # Metrics that identify the stage, for runs without a summary.
 _OF_STAGE = {"mean_token_accuracy": "sft", "min_reward": "reward-model"}
 TRAIN = "train"
+MULTIRUN_FILE = "multirun.yaml"  # of Hydra, in the folder of `train -m`
 # Totals since the run's beginning, which no line of the metrics holds: the metric that each sums up.
 SAMPLES: Final = "samples_trained"
 TOKENS: Final = "tokens_trained"
@@ -100,7 +102,7 @@ def load_run(path: Path) -> Run:
         raise ConfigError(f"{metrics} has no complete learner step yet; there is nothing to report.")
     if not all(_is_number(row["step"]) for row in rows):
         raise ConfigError(f"{metrics} has a line whose step is not a number; was it edited by hand?")
-    config = read_yaml(path / CONFIG_FILE) or {}
+    config = _read(path / CONFIG_FILE, _yaml, yaml.YAMLError) or {}
     summary = _read(path / SUMMARY_FILE, json.loads, json.JSONDecodeError)
     for key in _MAPPINGS:
         if not isinstance((summary or {}).get(key) or {}, dict):
@@ -136,6 +138,43 @@ def load_runs(paths: Sequence[Path], unread: dict[str, str] | None = None) -> li
     return runs
 
 
+def is_multirun(path: Path) -> bool:
+    """Whether Hydra wrote the folder (``train -m``)."""
+    return (Path(path) / MULTIRUN_FILE).is_file()
+
+
+def missing_jobs(paths: Sequence[Path]) -> dict[str, str]:
+    """The jobs of every multirun below the paths that left no run: one sentence each, by the job's folder."""
+    found: dict[str, str] = {}
+    for folder in sorted({file.resolve().parent for path in map(Path, paths) for file in path.rglob(MULTIRUN_FILE)}):
+        for number, choices in enumerate(_job_choices(folder)):
+            job = folder / str(number)
+            if not (job / METRICS_FILE).is_file():
+                said = " ".join(f"{key}={value}" for key, value in choices.items())
+                found[str(job)] = f"{job} left no run ({said or 'the only job'})."
+    return found
+
+
+def _job_choices(folder: Path) -> list[dict[str, str]]:
+    """The settings of each job that are not all jobs', in Hydra's order; empty if the jobs' folders have other names,
+    or another sweeper than Hydra's made the choices."""
+    from asyncrlhf.config.compose import sweep_jobs
+
+    try:
+        settings = (_read(folder / MULTIRUN_FILE, _yaml, yaml.YAMLError) or {})["hydra"]
+        overrides = [str(override) for override in settings["overrides"]["task"]]
+        plain = settings["sweep"]["subdir"] == "${hydra.job.num}"
+        if not plain or not settings["sweeper"]["_target_"].endswith(".BasicSweeper"):
+            return []
+        if any(override.startswith("run_dir=") for override in overrides):
+            return []
+        jobs = sweep_jobs(overrides)
+    except (ConfigError, LookupError, TypeError):
+        return []
+    same = set(jobs[0]).intersection(*jobs)
+    return [{key: value for key, _, value in (o.partition("=") for o in job if o not in same)} for job in jobs]
+
+
 def heldout_measure(runs: Sequence[Run]) -> str:
     """What the runs' held-out figures are: accuracy, or reward if that of any run is one."""
     return "reward" if any(run.heldout_word == "reward" for run in runs) else "accuracy"
@@ -162,15 +201,6 @@ def config_differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
     keys = sorted({key for run in runs for key in run.configuration})
     table = {key: [run.configuration.get(key) for run in runs] for key in keys}
     return {key: values for key, values in table.items() if any(value != values[0] for value in values)}
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings under dotted names; lists stay values."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        flat.update(flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value})
-    return flat
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
@@ -229,11 +259,6 @@ def _said(key: str, value: Any) -> str:
     if key.endswith(".name"):
         return str(value)
     return f"{key.removeprefix('async.')}={f'{value:g}' if isinstance(value, float) else value}"
-
-
-def read_yaml(path: Path) -> Any:
-    """The mapping in the file, None without one; raises ConfigError if it cannot be parsed."""
-    return _read(path, _yaml, yaml.YAMLError)
 
 
 def _yaml(text: str) -> Any:

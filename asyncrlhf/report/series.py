@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from asyncrlhf.report.load import Group, Run, group_runs
 from asyncrlhf.sweeps.results import ONLY_METHOD, Cell, Results
@@ -61,17 +60,15 @@ def group_all(runs: Sequence[Run], sweeps: Sequence[Results]) -> tuple[list[Grou
     families: list[str] = []
     for found in sweeps:
         for cell in found.cells:
-            members = tuple(run for point in cell.points if (run := by_path.pop(_key(point.path), None)) is not None)
+            members = tuple(
+                run for point in cell.points if (run := by_path.pop(point.path.resolve(), None)) is not None
+            )
             if members:
                 family, label = _names(found, cell, several=len(sweeps) > 1)
                 groups.append(Group(label, members))
                 families.append(family)
     others = group_runs([run for run in runs if run.path.resolve() in by_path]) if by_path else []
     return [*groups, *others], families + [""] * len(others)
-
-
-def _key(path: Path) -> Path:
-    return path.resolve()
 
 
 def _names(found: Results, cell: Cell, several: bool) -> tuple[str, str]:

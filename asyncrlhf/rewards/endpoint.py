@@ -33,6 +33,8 @@ from asyncrlhf.types import Rollout
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 ANSWER_BYTES = 64 << 20
 REDIRECTS = 3
+# Before the first retry, doubled each time; and how long an endpoint that keeps failing is left alone.
+BACKOFF_SECONDS, PAUSE_SECONDS = 0.5, 30.0
 SHOWN = 200  # characters of an answer in a message
 
 
@@ -86,7 +88,7 @@ class Endpoint:
         self._timeout = timeout_seconds
         self.url = config.url.rstrip("/") + path if path else config.url
         self.who = f"The endpoint {redact(self.url)}"
-        self._breaker = Breaker(config.breaker_failures, config.breaker_seconds)
+        self._breaker = Breaker(config.breaker_failures, PAUSE_SECONDS)
 
     def ask(self, document: Any, parse: Callable[[Any], Any]) -> Any:
         """``parse`` of the JSON answer. Raises ServiceError if no try gets an answer, RewardError if ``parse`` rejects
@@ -107,9 +109,9 @@ class Endpoint:
     def _answer(self, body: bytes) -> Any:
         was_late = False
         for tried in range(self._config.retries + 1):
-            wait = self._config.backoff_seconds * 2**tried * random.uniform(0.5, 1.0)
-            try:
-                response = self._try(body)
+            wait = BACKOFF_SECONDS * 2**tried * random.uniform(0.5, 1.0)
+            try:  # the timeout of requests bounds only the pause between two bytes
+                response: requests.Response = call_with_timeout(lambda: self._post(body), self._timeout, self.who)
             except RewardError as error:
                 cause, was_late = str(error), isinstance(error, LateError)
             else:
@@ -121,12 +123,6 @@ class Endpoint:
             if tried < self._config.retries:
                 time.sleep(wait)
         raise (LateServiceError if was_late else ServiceError)(f"{cause} Tried {self._config.retries + 1} times.")
-
-    def _try(self, body: bytes) -> requests.Response:
-        """Send one request. The timeout bounds the whole request; the one of requests bounds only the pause between two
-        bytes."""
-        response: requests.Response = call_with_timeout(lambda: self._post(body), self._timeout, self.who)
-        return response
 
     def _post(self, body: bytes) -> requests.Response:
         try:

@@ -1,4 +1,4 @@
-"""Finds and calls a reward function; its results become scores and its errors RewardErrors.
+"""Calls a reward function; its results become scores and its errors RewardErrors.
 
 The module imports little, because the sandbox's process imports it.
 """
@@ -15,7 +15,6 @@ from functools import cache
 from typing import Any
 
 from asyncrlhf.errors import RewardError
-from asyncrlhf.plugins import load_function
 
 # Limits of one call's logging: names of metrics, columns, characters of a name and of a text.
 MAX_METRICS, MAX_COLUMNS, MAX_NAME, MAX_TEXT = 32, 8, 64, 1000
@@ -151,8 +150,3 @@ def _score(value: Any, who: str) -> float | RewardError:
     if abs(score) > LARGEST_SCORE:
         return RewardError(f"{who} returned {value!r}; allowed: numbers from {-LARGEST_SCORE:g} to {LARGEST_SCORE:g}.")
     return score
-
-
-def load_target(target: str, key: str = "reward.target") -> Callable[..., Any]:
-    """The function named ``package.module:function``; modules are also found in the working directory."""
-    return load_function(key, target)

@@ -28,6 +28,7 @@ from asyncrlhf.rewards.reward_config import HttpConfig, JudgeConfig
 from asyncrlhf.types import Rollout
 
 PR_SET_PDEATHSIG = 1  # of prctl(2)
+QUESTIONS_AT_ONCE = 8  # of an endpoint, by one worker; more load comes from reward.workers
 SHOWN = 120  # characters of an answer in a message
 
 
@@ -76,7 +77,7 @@ class ChatEndpoint(JudgeSource):
     def __init__(self, config: JudgeConfig, http: HttpConfig, timeout_seconds: float) -> None:
         super().__init__(config)
         self._endpoint = Endpoint(http, timeout_seconds, path="/chat/completions")
-        self._pool = ThreadPoolExecutor(config.concurrency, thread_name_prefix="judge")
+        self._pool = ThreadPoolExecutor(QUESTIONS_AT_ONCE, thread_name_prefix="judge")
 
     def answers(self, questions: Sequence[str]) -> list[str | RewardError]:
         return list(self._pool.map(self._answer, questions))
@@ -86,7 +87,7 @@ class ChatEndpoint(JudgeSource):
             "model": self._config.model,
             "messages": [{"role": "user", "content": question}],
             "max_tokens": self._config.max_tokens,
-            "temperature": self._config.temperature,
+            "temperature": 0.0,
         }
         try:
             answer: str = self._endpoint.ask(document, self._text)
@@ -155,8 +156,7 @@ class Asker:
 class VllmChat(JudgeSource):
     """Answers all questions of a call in one batch. Raises ConfigError if vLLM is missing or refuses the model.
 
-    vLLM starts and runs in ``thread``, whose limit applies to all questions of a call. More than one GPU
-    (``tensor_parallel_size``) was never run in this project's tests.
+    vLLM starts and runs in ``thread``, whose limit applies to all questions of a call.
     """
 
     def __init__(self, config: JudgeConfig, key: str, gpus: float, thread: ModelThread | None = None) -> None:
@@ -165,16 +165,10 @@ class VllmChat(JudgeSource):
         self._llm = thread.call_without_limit(lambda: start(config, key, gpus))
         self._context = int(self._llm.llm_engine.model_config.max_model_len)
         self._tokenizer = cast(Any, self._llm.get_tokenizer())
-        if config.chat_template and not self._tokenizer.chat_template:
-            raise ConfigError(
-                f"{key}.judge.model={config.model} has no chat template; allowed: {key}.judge.chat_template=false."
-            )
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(
-            max_tokens=config.max_tokens, temperature=config.temperature, output_kind=RequestOutputKind.FINAL_ONLY
-        )
+        params = SamplingParams(max_tokens=config.max_tokens, temperature=0.0, output_kind=RequestOutputKind.FINAL_ONLY)
         self._asker = Asker(self._llm.llm_engine, params, thread)
 
     def answers(self, questions: Sequence[str]) -> list[str | RewardError]:
@@ -197,7 +191,7 @@ class VllmChat(JudgeSource):
         return [answers[i] if i in answers else failure(i) for i in range(len(encoded))]
 
     def _encode(self, question: str) -> list[int]:
-        if not self._config.chat_template:
+        if not self._tokenizer.chat_template:  # a base model
             return list(self._tokenizer(question).input_ids)
         turn = [{"role": "user", "content": question}]
         rendered = self._tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
@@ -210,7 +204,7 @@ class VllmChat(JudgeSource):
 
 def start(config: JudgeConfig, key: str, gpus: float) -> Any:
     """A vLLM ``LLM`` that has answered once: its first answer compiles, which must not count against a question."""
-    with starting_vllm(f"{key}.judge.engine=vllm", config.tensor_parallel_size if gpus == 0 else 1):
+    with starting_vllm(f"{key}.judge.engine=vllm", 1):
         from vllm import LLM, SamplingParams
         from vllm.inputs import TokensPrompt
 
@@ -219,8 +213,6 @@ def start(config: JudgeConfig, key: str, gpus: float) -> Any:
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0].rstrip(".")
             raise ConfigError(f"{key}.judge.model={config.model} could not be started under vLLM: {reason}.") from error
-    if config.tensor_parallel_size > 1:
-        llm.collective_rpc(end_with_parent)
     llm.generate([TokensPrompt(prompt_token_ids=[0])], SamplingParams(max_tokens=2), use_tqdm=False)
     return llm
 
@@ -231,15 +223,13 @@ def engine_arguments(config: JudgeConfig, gpus: float) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": config.model,
         "load_format": "safetensors",
-        "dtype": config.dtype,
         "generation_config": "vllm",  # no sampling defaults from the checkpoint
         "max_model_len": config.max_length or None,
         "enforce_eager": on_cpu,  # compiling takes minutes on a CPU
-        "tensor_parallel_size": config.tensor_parallel_size,
-        "distributed_executor_backend": "uni" if config.tensor_parallel_size == 1 else "mp",
+        "distributed_executor_backend": "uni",  # a judge on several GPUs is a server of its own
     }
-    if config.kv_cache_gb or on_cpu:
-        arguments["kv_cache_memory_bytes"] = int((config.kv_cache_gb or CPU_CACHE_GB) * 2**30)
+    if on_cpu:
+        arguments["kv_cache_memory_bytes"] = CPU_CACHE_GB * 2**30
     return arguments
 
 

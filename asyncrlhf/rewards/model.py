@@ -190,23 +190,17 @@ class ModelSource(RewardSource):
         return int(embedding.num_embeddings)
 
     def _forward(self, sequences: Sequence[IntArray]) -> list[float]:
-        longest = max(map(len, sequences))
-        ids = torch.zeros((len(sequences), longest), dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, sequence in enumerate(sequences):
-            ids[row, : len(sequence)] = torch.from_numpy(np.asarray(sequence, np.int64))
-            mask[row, : len(sequence)] = 1
-        device = self.model.device
-        who = f"A pass of the reward model over {len(sequences)} sequences of up to {longest} tokens"
+        size = f"{len(sequences)} sequences of up to {max(map(len, sequences))} tokens"
         try:
             scores = self.thread.call(
-                who, lambda: score_batch(self.model, ids.to(device), mask.to(device)).cpu(), SLOW_PASS
+                f"A pass of the reward model over {size}",
+                lambda: score_batch(self.model, *padded(sequences, self.model.device)).cpu(),
+                SLOW_PASS,
             )
             return [float(v) for v in scores]
         except torch.OutOfMemoryError as error:
             raise RewardError(
-                f"The reward model ran out of memory with {len(sequences)} sequences of up to {longest} tokens; "
-                "lower reward.max_batch_tokens."
+                f"The reward model ran out of memory with {size}; lower reward.max_batch_tokens."
             ) from error
 
     def close(self) -> None:
@@ -263,3 +257,11 @@ def padded_batches(lengths: IntArray, budget: int) -> list[list[int]]:
             rows_allowed = max(1, budget // max(1, int(lengths[index])))
         batches[-1].append(index)
     return batches
+
+
+def padded(texts: Sequence[Sequence[int] | IntArray], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids [N, T] of N texts, padded with zeros at the end, and a mask that is 1 for tokens."""
+    rows = [torch.from_numpy(np.asarray(text, dtype=np.int64)) for text in texts]
+    pad = torch.nn.utils.rnn.pad_sequence
+    ids, mask = pad(rows, batch_first=True), pad([torch.ones_like(row) for row in rows], batch_first=True)
+    return ids.to(device), mask.to(device)

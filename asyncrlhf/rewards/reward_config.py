@@ -72,17 +72,9 @@ class JudgeConfig:
     low: float = setting(0.0, "Lowest valid score; a rollout with a lower one fails.")
     high: float = setting(10.0, "Highest valid score; a rollout with a higher one fails.")
     max_tokens: int = setting(256, "Longest text of the judge, in tokens.", low=1)
-    temperature: float = setting(0.0, "Sampling temperature of the judge; 0 is greedy.", low=0)
-    chat_template: bool = setting(True, "engine=vllm: formats the question with the model's chat template.")
     max_length: int = setting(
         0, "engine=vllm: longest question and answer, in tokens; 0 is the model's context.", low=0
     )
-    dtype: str = setting("auto", "engine=vllm: number format of the judge's weights.", choices=("auto", *DTYPES))
-    tensor_parallel_size: int = setting(1, "engine=vllm: GPUs that hold a share of each layer.", low=1)
-    kv_cache_gb: float = setting(
-        0.0, "engine=vllm: memory of its KV cache, in GiB; 0: vLLM's default on GPUs, 1 on a CPU.", low=0, high=1e6
-    )
-    concurrency: int = setting(8, "engine=http: questions asked at once.", low=1, high=10**4)
 
     def check(self, key: str) -> None:
         """Raise ConfigError, naming settings under ``key``; only for a judge in use."""
@@ -114,12 +106,10 @@ class HttpConfig:
     repeated, within ``reward.timeout_seconds``."""
 
     url: str = setting("", "The service's address, http or https.")
-    retries: int = setting(3, "Retries of a failed call.", low=0, high=100)
-    backoff_seconds: float = setting(
-        0.5, "Seconds before the first retry; doubled each time, or as Retry-After says.", low=0, high=MONTH
+    retries: int = setting(
+        3, "Retries of a failed call, after half a second, then twice as long each time.", low=0, high=100
     )
-    breaker_failures: int = setting(5, "Consecutive failed calls after which calls pause.", low=1)
-    breaker_seconds: float = setting(30.0, "Seconds of that pause; then one call tries again.", low=0, high=MONTH)
+    breaker_failures: int = setting(5, "Consecutive failed calls after which calls pause for 30 seconds.", low=1)
     token_env: str = setting("", "Environment variable of the worker that holds a bearer token.")
 
     def check(self, key: str) -> None:
@@ -148,8 +138,6 @@ class SandboxConfig:
         high=1e6,
     )
     processes: int = setting(64, "Most processes that it may run at a time.", low=0)
-    file_mb: float = setting(1024.0, "Longest file that it may write, in MiB; 0: no limit.", low=0, high=1e9)
-    open_files: int = setting(1024, "Files and sockets that a process may hold open.", low=32)
     network: bool = setting(True, "Whether it may use the network; false needs a kernel that gives namespaces.")
     env: list[str] = setting([], "Environment variables with secrets that it may read, such as an API key.")
 
@@ -202,9 +190,12 @@ class RewardConfig:
         "Where rewards come from: the task's own rule, the function that target names, a reward model, a generative "
         "judge, a remote endpoint, or the weighted sum of parts.",
         choices=(*KINDS, "sum"),
+        common=True,
     )
     target: str = setting(
-        "", "kind=python: the function, package.module:function, called as f(prompts, completions, **columns)."
+        "",
+        "kind=python: the function, package.module:function, called as f(prompts, completions, **columns).",
+        common=True,
     )
     reward_funcs: list[str] = setting(
         [], "kind=python: several functions instead of target; the reward is their weighted sum."
@@ -218,7 +209,6 @@ class RewardConfig:
     workers: int = setting(1, "Reward workers; all share one queue of finished rollouts.", low=1, high=10**4)
     threads: int = setting(0, "CPU threads of one worker's models; 0: torch's default.", low=0, high=1024)
     gpus: float = setting(0.0, "GPUs of one worker; 0 runs its models on the CPU.", low=0, high=1024)
-    max_restarts: int = setting(3, "Consecutive deaths after which a worker is not restarted.", low=0)
     max_batch_tokens: int = setting(16384, "Tokens, padding included, of one forward pass of a reward model.", low=1)
     timeout_seconds: float = setting(
         30.0, "Seconds for one call of a function or endpoint.", low=0, high=MONTH, exclusive_low=True
@@ -229,9 +219,6 @@ class RewardConfig:
         low=0,
         high=MONTH,
         exclusive_low=True,
-    )
-    on_failure: str = setting(
-        "skip", "A rollout without a score fails and the run goes on, or ends the run.", choices=("skip", "stop")
     )
     normalize: str = setting(
         "none",

@@ -1,22 +1,19 @@
 """A user's reward function in a separate process: if it hangs or kills its process, a rollout fails, not the worker.
 
-It protects from accidents, not from malice: the function runs with the worker's rights and files (:mod:`.limits`).
+It protects from accidents, not from malice: the function runs with the worker's rights and files (docs/security.md).
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
@@ -25,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from asyncrlhf.errors import ConfigError, RewardError
+from asyncrlhf.redaction import is_secret, redact
 from asyncrlhf.rewards.guard import WrongCountError
-from asyncrlhf.rewards.limits import descendants, environment
 from asyncrlhf.rewards.reward import LateError, Logged, RewardSource, Score, columns_of, late
 from asyncrlhf.rewards.reward_config import SandboxConfig
+from asyncrlhf.scratch import Scratch
 from asyncrlhf.types import Rollout
 
 START_SECONDS = 120.0  # for the imports of the user's module
@@ -36,7 +34,7 @@ STANDARD_ERROR = 2
 LOOK_SECONDS = 0.05  # between two counts of a function's processes
 GUARDS = 1  # processes of ours below it
 ANSWER_BYTES = 64 << 20
-FOLDER = "asyncrlhf-reward-"  # in the temporary folder, prefix of the functions' own folders
+FOLDER = "asyncrlhf-function-"  # in the temporary folder, prefix of the functions' own folders
 MOST_ENDED = 10_000  # limit of processes ended at once, because a function may start them endlessly
 
 
@@ -118,8 +116,8 @@ class _Child:
     def __init__(self, target: str, key: str, limits: SandboxConfig) -> None:
         self._connection, theirs = multiprocessing.Pipe()
         self._limits = limits
-        remove_abandoned()
-        folder, lock = _own_folder()
+        scratch = Scratch(FOLDER)
+        folder = str(scratch.path)
         # What this process can import, the child can.
         paths = os.pathsep.join(path for path in sys.path if path)
         variables = {**environment(limits, os.environ), "PYTHONPATH": paths, "TMPDIR": folder}
@@ -133,7 +131,7 @@ class _Child:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # so that it can be ended with all its children, and does not get Ctrl-C
             )
-        self._finalizer = weakref.finalize(self, _end, self._process, self._connection, folder, lock)
+        self._finalizer = weakref.finalize(self, _end, self._process, self._connection, scratch)
         try:
             started = self.receive(START_SECONDS)
         except (TimeoutError, EOFError, OSError) as error:
@@ -189,39 +187,24 @@ class _Child:
         self._finalizer()
 
 
-def remove_abandoned() -> None:
-    """Remove the folders of functions that were killed with their worker: their locks are free."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
-        with suppress(OSError):
-            lock = _lock(folder)
-            if os.fstat(lock).st_uid == os.getuid():
-                shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
+def environment(config: SandboxConfig, variables: Mapping[str, str]) -> dict[str, str]:
+    """``variables`` without those that hold secrets, by their name or by credentials in their value, unless
+    ``reward.sandbox.env`` lists them."""
+    hidden = (name for name, value in variables.items() if is_secret(name) or redact(value) != value)
+    left_out = set(hidden) - set(config.env)
+    return {name: value for name, value in variables.items() if name not in left_out}
 
 
-def _own_folder() -> tuple[str, int]:
-    """A new folder, and the open file whose lock shows that its owner lives: it is released if the owner is killed."""
-    while True:
-        folder = tempfile.mkdtemp(prefix=FOLDER)
-        with suppress(BlockingIOError, FileNotFoundError):  # another process found it before it had its lock
-            lock = _lock(folder)
-            if os.path.isdir(folder):
-                return folder, lock
-            os.close(lock)
+def descendants(pid: int) -> Iterator[int]:
+    """Processes below ``pid``, as far as the system tells."""
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError, ValueError):  # ended meanwhile
+            for child in map(int, file.read_text().split()):
+                yield child
+                yield from descendants(child)
 
 
-def _lock(folder: str | Path) -> int:
-    """Raises BlockingIOError if another process has the lock."""
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(opened)
-        raise
-    return opened
-
-
-def _end(process: subprocess.Popen[bytes], connection: Connection, folder: str, lock: int) -> None:
+def _end(process: subprocess.Popen[bytes], connection: Connection, scratch: Scratch) -> None:
     connection.close()
     if process.poll() is None:
         # Those that left its group first, while they are still to be found below it.
@@ -231,5 +214,4 @@ def _end(process: subprocess.Popen[bytes], connection: Connection, folder: str, 
         # Its session is one process group, so the function's children end with it.
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    shutil.rmtree(folder, ignore_errors=True)
-    os.close(lock)
+    scratch.close()

@@ -4,4 +4,4 @@ Costs come from the formulas of ``planner/``, from a run's records, or from ``me
 do not know that they are simulated: a simulation is one more runtime (``cost_runtime.py``) and one more set of parts.
 """
 
-DOORS = ("given", "measure", "one_run", "other_systems", "plan", "plan_files", "templates")
+DOORS = ("given", "measure", "plan", "plan_files", "simulate")

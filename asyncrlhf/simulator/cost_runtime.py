@@ -10,7 +10,7 @@ from pathlib import Path
 
 from asyncrlhf.actors.messages import Collected
 from asyncrlhf.actors.worker import GeneratorSpec
-from asyncrlhf.cluster.handles import GeneratorHandle, Hear
+from asyncrlhf.cluster.handles import Hear
 from asyncrlhf.cluster.local_runtime import LocalGenerator, LocalRuntime, Workers
 from asyncrlhf.cluster.placement import Specs
 from asyncrlhf.records.write.rollout_rows import RolloutRow
@@ -52,32 +52,10 @@ class CostRuntime(LocalRuntime):
         super().__init__(specs, sharing, workers)
         self.maps = world.conditions.maps
         self._world = world
-        self._faults: asyncio.Task[None] | None = None
 
     def _generator(self, spec: GeneratorSpec) -> LocalGenerator:
         worker = CostGenerator(self._world, spec, asyncio.get_running_loop().time)
         return CostReplica(self._world, spec, worker, self.told)
 
-    async def start(self) -> None:
-        await super().start()
-        if self._world.conditions.failures:
-            self._faults = asyncio.create_task(self._fail(), name="failures")
-
-    async def _fail(self) -> None:
-        """Kill replicas at random times."""
-        rate = self._world.conditions.failures * len(self.generators) / 3600
-        while True:
-            await asyncio.sleep(self._world.random.expovariate(rate))
-            self._world.random.choice(self.generators).kill("a simulated failure")  # type: ignore[attr-defined]
-
-    async def restart(self, dead: GeneratorHandle) -> GeneratorHandle:
-        await asyncio.sleep(self._world.conditions.restart_seconds)
-        return await super().restart(dead)
-
     def write_part(self, target: Path, rows: Sequence[RolloutRow], payloads: Sequence[Payload | None]) -> Future[None]:
         return super().write_part(target, rows, [None] * len(rows))
-
-    async def close(self) -> None:
-        if self._faults is not None:
-            self._faults.cancel()
-        await super().close()

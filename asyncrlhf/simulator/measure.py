@@ -4,8 +4,8 @@ one side at a time and then both at once. ``asyncrlhf profile`` writes it, ``sim
 from __future__ import annotations
 
 import asyncio
+import platform
 import time
-from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,17 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.cluster.handles import LONG_SECONDS, GeneratorHandle, Runtime
+from asyncrlhf.cluster.parts import build_runtime
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.models.checkpoint_folder import context_length
 from asyncrlhf.orchestrator.rollouts.dispatch import request_seed
-from asyncrlhf.orchestrator.run import Prepared
+from asyncrlhf.orchestrator.run import Prepared, prepare
 from asyncrlhf.planner.tables import Fitted, fit
+from asyncrlhf.records.show.summary import git_state
 from asyncrlhf.types import GenerationRequest, Prompt, RolloutInfo, SamplingParams
 from asyncrlhf.validation import check
 
@@ -35,6 +38,10 @@ LONGEST = 32  # tokens by which a sequence is continued
 SCORED = 32  # rollouts of a large call of a service
 # Each part's share of the time limit.
 SHARES = {"decode": 0.45, "train": 0.25, "publish": 0.1, "score": 0.05, "both": 0.15}
+# Settings irrelevant to the measurement: no display, audit or evaluation; the schedule's rates do not matter.
+QUIET = ("logging=quiet", "logging.wandb=disabled", "eval_every=0", "checkpoint.every=0", "checkpoint.at_end=false",
+         "weights.audit_every=0", "task.heldout_size=8", "generator.virtual_step_seconds=0",
+         "learner.virtual_step_seconds=0")  # fmt: skip
 Sample = tuple[float, ...]
 Cases = Mapping[Sample, Callable[[], Awaitable[Sample]]]
 
@@ -348,17 +355,8 @@ def lines(
     return costs, tables, misfit
 
 
-# Settings irrelevant to the measurement: no display, audit or evaluation; the schedule's rates do not matter.
-QUIET = ("logging=quiet", "logging.wandb=disabled", "eval_every=0", "checkpoint.every=0", "checkpoint.at_end=false",
-         "weights.audit_every=0", "task.heldout_size=8", "generator.virtual_step_seconds=0",
-         "learner.virtual_step_seconds=0")  # fmt: skip
-
-
-def measured(options: Namespace, overrides: Sequence[str]) -> tuple[Fitted, dict[str, Any], dict[str, Any]]:
-    """The costs, the conditions of the measurement, and the tables."""
-    from asyncrlhf.cluster.parts import build_runtime
-    from asyncrlhf.orchestrator.run import prepare
-
+def measured(seconds: float, overrides: Sequence[str]) -> tuple[Fitted, dict[str, Any], dict[str, Any]]:
+    """The costs, the conditions of the measurement, and the tables, of at most ``seconds`` without the parts' start."""
     config = load_config([*overrides, *QUIET])
     check(
         config.generator.engine != "fake",
@@ -371,7 +369,7 @@ def measured(options: Namespace, overrides: Sequence[str]) -> tuple[Fitted, dict
         prepared = prepare(config)
         runtime = build_runtime(config)
         try:
-            return await measure(prepared.config, prepared, runtime, options.seconds, together=config.runtime == "ray")
+            return await measure(prepared.config, prepared, runtime, seconds, together=config.runtime == "ray")
         finally:
             say("end of the parts")
             await runtime.close()
@@ -385,12 +383,6 @@ def measured(options: Namespace, overrides: Sequence[str]) -> tuple[Fitted, dict
 
 def facts_of(config: RunConfig, overrides: Sequence[str]) -> dict[str, Any]:
     """The conditions of the measurement."""
-    import platform
-
-    import torch
-
-    from asyncrlhf.records.show.summary import git_state
-
     on_gpu = max(config.generator.gpus, config.learner.gpus) > 0 and torch.cuda.is_available()
     return {
         "git": git_state(Path(__file__).resolve().parent),

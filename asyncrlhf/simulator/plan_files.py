@@ -6,10 +6,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from html import escape
+from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import plotly.graph_objects as go
 import yaml
+from plotly.offline import get_plotlyjs
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -17,13 +21,16 @@ from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.planner.choose import Chosen
+from asyncrlhf.planner.explain import reason, seconds_in_words, sentences, sources, weakest
+from asyncrlhf.planner.ranking import Subject, bytes_of, costs_of
 from asyncrlhf.records.write.recorder import METRICS_FILE, read_metrics
+from asyncrlhf.report.load import Run, load_run
+from asyncrlhf.report.timeline import read_spans, section
+from asyncrlhf.simulator.given import check_run
+from asyncrlhf.simulator.simulate import figures
 
-if TYPE_CHECKING:
-    from asyncrlhf.planner.choose import Chosen
-    from asyncrlhf.planner.ranking import Subject
-
-FORMAT = 1
+STEPS = 3  # that the timeline shows
 SHOWN = 40  # refused and other layouts listed in a plan's file
 COMPARED = (
     "step_seconds", "train_seconds", "weight_sync_seconds", "learner_idle", "generator_idle", "staleness",
@@ -39,9 +46,6 @@ def write_plan(
 
     Returns their paths. Raises ConfigError if they cannot be written.
     """
-    from asyncrlhf.report.load import load_run
-    from asyncrlhf.simulator.plan_page import render
-
     facts = {"made_of": list(made_of), **as_json(chosen, subject)}
     paths = [
         out.parent / "experiment" / f"{out.name}.yaml",
@@ -80,14 +84,10 @@ def _differences(given: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str
 
 def as_json(chosen: Chosen, subject: Subject) -> dict[str, Any]:
     """The choice as the content of a plan's file."""
-    from asyncrlhf.planner.explain import reason, sentences, sources, weakest
-    from asyncrlhf.planner.ranking import bytes_of, costs_of
-
     best = chosen.best
     generator, learner = bytes_of(best.layout, subject)
     known, costs = sources(best.layout, subject), costs_of(best.layout, subject)
     return {
-        "format": FORMAT,
         "layout": asdict(best.layout),
         "predicted": {**best.figures},
         "closed_forms": asdict(best.estimate),
@@ -107,6 +107,50 @@ def as_json(chosen: Chosen, subject: Subject) -> dict[str, Any]:
     }
 
 
+def render(plan: Mapping[str, Any], run: Run) -> str:
+    """HTML that opens without a network. ``plan``: the content of its JSON file; ``run``: one of its simulated runs."""
+    folder = resources.files("asyncrlhf.report")
+    style, script = ((folder / name).read_text(encoding="utf-8") for name in ("page.css", "tables.js"))
+    table = read_spans(run)
+    spans = 0 if table is None else len(table["start"])
+    words = "".join(f"<p>{escape(sentence)}</p>" for sentence in plan["words"])
+    others = "".join(f"<li>{escape(other['reason'])}</li>" for other in plan["others"])
+    refused = "".join(f"<li>{escape(sentence)}</li>" for sentence in plan["refused"])
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>Plan</title><style>{style}</style>'
+        f"<script>{get_plotlyjs()}</script></head><body><main><h1>Plan</h1>{words}"
+        f"<h2>Seconds per step against staleness</h2>{_trade_off(plan)}"
+        f"<h2>{STEPS} simulated steps</h2>{section(run, max(1, round(spans * STEPS / max(1, len(run.rows)))))}"
+        f"<h2>Simulated, not chosen</h2><ul>{others}</ul>"
+        f"<h2>Refused ({plan['refused_count']})</h2><ul>{refused or '<li>nothing</li>'}</ul></main>"
+        f"<script>{script}</script></body></html>"
+    )
+
+
+def _trade_off(plan: Mapping[str, Any]) -> str:
+    """One point per simulated layout; hovering shows its settings."""
+    figure = go.Figure()
+    chosen = {"layout": plan["layout"], "predicted": plan["predicted"], "reason": "chosen"}
+    for name, entries, color, size in (
+        ("others", plan["others"], "#4c78a8", 8),
+        ("chosen", [chosen], "#e45756", 13),
+    ):
+        figure.add_scatter(
+            x=[entry["predicted"]["step_seconds"] for entry in entries],
+            y=[entry["predicted"]["staleness"] for entry in entries],
+            text=[entry["reason"] for entry in entries],
+            mode="markers",
+            name=name,
+            marker={"color": color, "size": size},
+            hovertemplate="%{text}<br>%{x:.4g} s, staleness %{y:.2f}<extra></extra>",
+        )
+    figure.update_layout(template="plotly_white", margin={"l": 10, "r": 10, "t": 10, "b": 44}, height=340)
+    figure.update_xaxes(title="seconds per step", rangemode="tozero")
+    figure.update_yaxes(title="mean staleness, versions", rangemode="tozero", automargin=True)
+    return str(figure.to_html(include_plotlyjs=False, full_html=False, config={"displayModeBar": False}))
+
+
 def compared(predicted: Mapping[str, float], measured: Mapping[str, float]) -> list[tuple[str, float, float, str]]:
     """Rows of (figure, predicted, measured, error); the error is relative, for shares and versions a difference."""
     rows = []
@@ -121,8 +165,6 @@ def compared(predicted: Mapping[str, float], measured: Mapping[str, float]) -> l
 
 def profile_again(predicted: Mapping[str, float], measured: Mapping[str, float]) -> str:
     """One sentence about the costs with the largest error."""
-    from asyncrlhf.planner.explain import seconds_in_words
-
     named = {"train_seconds": "the learner's step", "weight_sync_seconds": "publishing"}
     off = {n: abs(predicted[n] - measured.get(n, math.nan)) for n in named if n in predicted}
     off = {n: apart for n, apart in off.items() if math.isfinite(apart)}
@@ -142,18 +184,12 @@ def profile_again(predicted: Mapping[str, float], measured: Mapping[str, float])
 
 def compare(plan: Path, run: Path) -> None:
     """Print the plan's predictions and the run's measurements."""
-    from asyncrlhf.simulator.given import check_run, settings_of_run
-    from asyncrlhf.simulator.simulate import figures
-
     try:
         given = json.loads(plan.read_text(encoding="utf-8"))
         predicted, bound = dict(given["predicted"]), int(given["layout"]["max_staleness"])
-        if given["format"] != FORMAT:
-            raise ValueError(f"format {given['format']}; this version reads {FORMAT}")
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{plan} is not a plan written by `asyncrlhf plan`: {error}.") from error
     check_run(run)
-    settings_of_run(run, ())
     rows = read_metrics(run / METRICS_FILE)
     if len(rows) < 4:
         raise ConfigError(f"{run} has {len(rows)} learner steps; a comparison needs at least 4.")

@@ -9,22 +9,28 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from asyncrlhf.actors.where import available_cores
 from asyncrlhf.cluster.clock import run_virtual
 from asyncrlhf.cluster.parts import placement_plan, specs
+from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.settings.learner_config import PARALLEL
 from asyncrlhf.models.checkpoint_folder import load_tokenizer
 from asyncrlhf.models.vocabulary import end_tokens, sampled_vocabulary
 from asyncrlhf.orchestrator.controller import Controller, Outcome
 from asyncrlhf.orchestrator.rollouts.heldout import HeldOut
+from asyncrlhf.orchestrator.run import new_run_dir
+from asyncrlhf.planner.shapes import Workload
 from asyncrlhf.records.show.callbacks import Callbacks
 from asyncrlhf.records.show.progress import RunView
 from asyncrlhf.records.show.sinks import Sinks
 from asyncrlhf.records.show.summary import build_summary
-from asyncrlhf.records.write.recorder import RunRecorder
+from asyncrlhf.records.write.recorder import METRICS_FILE, RunRecorder, read_metrics
 from asyncrlhf.simulator.cost_runtime import CostRuntime
 from asyncrlhf.simulator.cost_world import Conditions, Costs, Lengths, World
+from asyncrlhf.simulator.given import changed, check_run, given, settings_of_run, sharing
 from asyncrlhf.tasks.build_task import build_task
 from asyncrlhf.types import SamplingParams
 from asyncrlhf.validation import check
@@ -42,7 +48,6 @@ OVERRIDES = (
     "learner.gradient_reduction=microbatch",
     "learner.zero_stage=0",
     "learner.zero_offload=none",
-    "learner.zero_offload_params=none",
     "learner.optim=adamw",
     "learner.routing_replay=false",
     *(f"learner.{size}=1" for size in PARALLEL),
@@ -166,3 +171,49 @@ def figures(metrics: Sequence[dict[str, Any]], bound: int, warm_up: int = 20) ->
         "train_seconds": mean("train_seconds"),
         "weight_sync_seconds": mean("weight_sync_seconds"),
     }
+
+
+def config_of_run(run: Path, overrides: Sequence[str]) -> RunConfig:
+    """The run's own config, with the changes, as a simulated run."""
+    return changed(settings_of_run(run, overrides), *OVERRIDES)
+
+
+def simulate_given(
+    run: Path | None,
+    profile: Path | None,
+    overrides: Sequence[str],
+    *,
+    law: Workload | None = None,
+    cohort: int = 1,
+    out: Path | None = None,
+) -> tuple[dict[str, Any], dict[str, float] | None]:
+    """Simulate a run with the costs of ``run`` or of ``profile``; returns the summary with its figures, and those of
+    the real run if no setting was changed. ``law``: lengths in place of the recorded ones; ``out``: the new
+    run's folder."""
+    if run is not None:
+        check_run(run)
+        config = config_of_run(run, overrides)
+    else:
+        config = load_config([*overrides, *OVERRIDES])
+    known = given(run, profile, config, law)
+    if known.lengths is None:
+        raise ConfigError("simulate: a profile holds no response lengths; give --mean-length TOKENS (and --cv).")
+    shared = {}
+    if run is not None:
+        shared = sharing(changed(settings_of_run(run, overrides)), known.costs, len(available_cores()))
+    stops, seconds = known.hiccups
+    conditions = Conditions(
+        hiccups=stops,
+        hiccup_seconds=seconds,
+        interference=known.interference,
+        cohort=cohort,
+        **shared,
+    )
+    folder = out or new_run_dir(f"simulated-{config.name}")
+    assert known.costs is not None, "a run or a profile has costs"
+    summary = simulate(in_cohorts(config, cohort), known.costs, known.lengths, folder, conditions)
+    found = figures(read_metrics(folder / METRICS_FILE), config.async_.bound)
+    measured = None
+    if run is not None and not overrides:
+        measured = figures(read_metrics(run / METRICS_FILE), config.async_.bound)
+    return {**summary, "run_dir": str(folder), "figures": found}, measured

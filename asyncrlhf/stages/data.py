@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrlhf.config.stage_config import TrainerConfig
-from asyncrlhf.data.rows import SAVED_SPLITS, is_saved, pick_split, read_line
+from asyncrlhf.data.rows import SAVED_SPLITS, is_conversation, is_saved, pick_split, read_line
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.validation import check
 
@@ -142,7 +142,7 @@ def check_rows(table: Dataset, columns: Sequence[str], key: str, path: str) -> b
     A text has at least one character; a conversation at least one message, each with a role and a content.
     """
     conversational = isinstance(table[0][columns[0]], list)
-    good, kind = (_is_conversation, "list of messages") if conversational else (_is_text, "text")
+    good, kind = (is_conversation, "list of messages") if conversational else (_is_text, "text")
     for column in columns:
         for number, value in enumerate(table[column], start=1):
             if not good(value):
@@ -174,12 +174,6 @@ def _rows_in(file: Path) -> int:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value)
-
-
-def _is_conversation(value: Any) -> bool:
-    if not isinstance(value, list) or not value:
-        return False
-    return all(isinstance(m, dict) and _is_text(m.get("role")) and isinstance(m.get("content"), str) for m in value)
 
 
 def hold_out(

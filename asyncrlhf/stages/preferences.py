@@ -20,7 +20,8 @@ from asyncrlhf.data.data_config import TaskConfig
 from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
 from asyncrlhf.orchestrator.run import prepare
-from asyncrlhf.records.write.recorder import CONFIG_FILE, SUMMARY_FILE, write_atomically, writing_to
+from asyncrlhf.records.write.recorder import CONFIG_FILE, SUMMARY_FILE
+from asyncrlhf.records.write.whole_files import write_atomically, writing_to
 from asyncrlhf.stages.answers import sample_answers, score
 from asyncrlhf.stages.stage_record import run_folder
 from asyncrlhf.types import Prompt, Rollout

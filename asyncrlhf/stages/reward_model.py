@@ -11,12 +11,12 @@ import torch
 
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.records.show.summary import counted
-from asyncrlhf.rewards.model import load_reward_model, padded_batches, score_batch
+from asyncrlhf.rewards.model import load_reward_model, padded, padded_batches, score_batch
 from asyncrlhf.rewards.reward_config import RewardModelConfig
 from asyncrlhf.stages.data import Split, hold_out
 from asyncrlhf.stages.preference_data import PairEncoder, about, choose_padding, read_pairs
 from asyncrlhf.stages.stage_record import MODEL_FOLDER, is_main
-from asyncrlhf.stages.statistics import Estimate, agreement, padded
+from asyncrlhf.stages.statistics import Estimate, agreement
 from asyncrlhf.stages.training import Job, build_trainer, heldout_ends, prepare_job, run_trainer
 from asyncrlhf.validation import check
 
@@ -74,12 +74,9 @@ def tokenise(job: Job, split: Split) -> tuple[Split, dict[str, int]]:
 def _trainer(job: Job, pairs: Split) -> Any:
     from trl import RewardConfig, RewardTrainer  # slow imports, after the checks of the input
 
-    centre = job.config.reward_model.center_rewards_coefficient or None
     # TRL adds a new head with one label; all of the model trains.
     head = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
-    return build_trainer(
-        job, RewardTrainer, RewardConfig, pairs.train, pairs.heldout, head, center_rewards_coefficient=centre
-    )
+    return build_trainer(job, RewardTrainer, RewardConfig, pairs.train, pairs.heldout, head)
 
 
 def measure(job: Job, pairs: Split) -> dict[str, Any]:

@@ -34,8 +34,8 @@ def run_sft(config: RunConfig) -> dict[str, Any]:
     table, columns, conversational = read(settings.split)
     job = prepare_job(config, settings, "sft", conversational)
     check(
-        not settings.assistant_only_loss or columns == ("messages",),
-        f"sft.path={settings.path} has {' and '.join(columns)}; sft.assistant_only_loss=true is for messages.",
+        not (settings.trainer_kwargs or {}).get("assistant_only_loss") or columns == ("messages",),
+        f"sft.path={settings.path} has {' and '.join(columns)}; assistant_only_loss is for messages.",
     )
     split = hold_out(table, settings, "sft", lambda name: read(name, [columns])[0], lambda row: row[columns[0]])
     data = {"train": len(split.train), "heldout": len(split.heldout)}
@@ -46,10 +46,7 @@ def _trainer(job: Job, split: Split, columns: Sequence[str]) -> Any:
     from trl import SFTConfig, SFTTrainer  # slow imports, after the checks of the input
 
     train, heldout = (rows.select_columns(list(columns)) for rows in (split.train, split.heldout))
-    own: dict[str, Any] = {"packing": job.config.sft.packing, "assistant_only_loss": job.config.sft.assistant_only_loss}
-    return build_trainer(
-        job, SFTTrainer, SFTConfig, train, heldout, {"task_type": "CAUSAL_LM"}, eval_packing=False, **own
-    )
+    return build_trainer(job, SFTTrainer, SFTConfig, train, heldout, {"task_type": "CAUSAL_LM"}, eval_packing=False)
 
 
 def _facts(history: list[dict[str, Any]]) -> dict[str, Any]:

@@ -90,6 +90,7 @@ class StageRecord(TrainerCallback):
         self._recorder = RunRecorder(run_dir, to_plain(config), config.logging, marker)
         start = int(read_metrics(run_dir / METRICS_FILE)[-1]["step"]) if marker and marker.metrics_lines else 0
         self._sinks = Sinks(run_dir, to_plain(config), config.logging, stage, start)
+        self._sinks.tell(self.message)
         self.message(f"Run directory: {run_dir}")
 
     def message(self, text: str) -> None:
@@ -104,13 +105,8 @@ class StageRecord(TrainerCallback):
             self._recorder.log_step(row)
         if self._sinks is not None:
             self._sinks.log(row)
-            self._tell_news()
         facts = ", ".join(f"{name.replace('_', ' ')} {row[name]:.3f}" for name in SHOWN if row.get(name) is not None)
         self.message(f"step {self._step}/{total}: {facts}")
-
-    def _tell_news(self) -> None:
-        for sentence in self._sinks.news() if self._sinks is not None else ():
-            self.message(sentence)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
         known = {name: value for name, value in (logs or {}).items() if not name.endswith(LEFT_OUT)}
@@ -172,9 +168,7 @@ class StageRecord(TrainerCallback):
             for name in (ROLLOUTS_FOLDER, FOLDER):  # always created, and usually empty
                 with suppress(OSError):
                     (self.run_dir / name).rmdir()
-        if self._sinks is not None and self._recorder is not None:
-            if said := self._sinks.finish(summary):
-                summary["sinks"] = redacted(said)
-                self._recorder.finish(summary)
-            self._tell_news()
+        if self._sinks is not None and self._recorder is not None and (said := self._sinks.finish(summary)):
+            summary["sinks"] = redacted(said)
+            self._recorder.finish(summary)
         return summary

@@ -12,8 +12,8 @@ import transformers
 from asyncrlhf.algorithms.kl import kl_estimate
 from asyncrlhf.algorithms.logprobs import token_logprobs
 from asyncrlhf.models.vocabulary import sampled_ids
-from asyncrlhf.rewards.model import padded_batches
-from asyncrlhf.types import FloatArray, IntArray, Rollout
+from asyncrlhf.rewards.model import padded, padded_batches
+from asyncrlhf.types import FloatArray, Rollout
 
 BINS = 5
 _LOGITS = 2**26  # held at once
@@ -89,14 +89,6 @@ def agreement(chosen: Sequence[float], rejected: Sequence[float], prompts: Seque
             for part in bins
         ],
     }
-
-
-def padded(texts: Sequence[Sequence[int] | IntArray], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [N, T] of N texts, padded with zeros at the end, and a mask that is 1 for tokens."""
-    rows = [torch.from_numpy(np.asarray(text, dtype=np.int64)) for text in texts]
-    pad = torch.nn.utils.rnn.pad_sequence
-    ids, mask = pad(rows, batch_first=True), pad([torch.ones_like(row) for row in rows], batch_first=True)
-    return ids.to(device), mask.to(device)
 
 
 @torch.inference_mode()

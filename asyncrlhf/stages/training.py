@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.stage_config import TrainerConfig
+from asyncrlhf.errors import ConfigError
 from asyncrlhf.models.adapter import peft_settings
 from asyncrlhf.models.checkpoint_folder import context_length, load_tokenizer, resolve
 from asyncrlhf.models.checkpoint_notes import checkpoint_notes
@@ -26,7 +26,7 @@ from asyncrlhf.models.vocabulary import check_template
 from asyncrlhf.orchestrator.run import RUNS
 from asyncrlhf.records.write.checkpoint import FOLDER, find_checkpoints, newest_whole
 from asyncrlhf.records.write.record_marker import refuse_used_folder
-from asyncrlhf.records.write.recorder import writing_to
+from asyncrlhf.records.write.whole_files import writing_to
 from asyncrlhf.stages.stage_record import (
     LEFT_OUT,
     MARKER_FILE,
@@ -37,13 +37,15 @@ from asyncrlhf.stages.stage_record import (
     run_folder,
     whole,
 )
-from asyncrlhf.validation import check
+from asyncrlhf.validation import check, did_you_mean
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 # Settings of TrainerConfig that are not TRL's or need a translation; the others are TRL's under the same names.
-_OURS = ("path", "split", "heldout_split", "heldout_fraction", "max_length", "mixed_precision")
+_OURS = ("path", "split", "heldout_split", "heldout_fraction", "max_length", "mixed_precision", "trainer_kwargs")
+# Ours where TRL's own defaults differ: it would compute activations twice without being asked.
+_DEFAULTS = {"gradient_checkpointing": False}
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,6 @@ class Job:
 def prepare_job(config: RunConfig, settings: TrainerConfig, stage: str, conversational: bool) -> Job:
     """Check all but the rows themselves, which are ``conversational`` or not; raises ConfigError with one sentence."""
     transformers_logging.disable_progress_bar()
-    hush_deepspeed()
     key, found = stage.replace("-", "_"), torch.cuda.device_count()
     check(
         found <= 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1,
@@ -91,15 +92,6 @@ def prepare_job(config: RunConfig, settings: TrainerConfig, stage: str, conversa
         "chat template.",
     )
     return Job(config, stage, key, settings, folder, tokenizer, limit, resume, notes)
-
-
-def hush_deepspeed() -> None:
-    """Leave out the warning that there is no GPU: accelerate imports DeepSpeed, which no stage uses by itself."""
-    logging.getLogger("DeepSpeed").addFilter(_not_of_the_accelerator)
-
-
-def _not_of_the_accelerator(line: logging.LogRecord) -> bool:
-    return "Setting accelerator to CPU" not in line.getMessage()
 
 
 def trainer_arguments(job: Job, heldout: bool) -> dict[str, Any]:
@@ -144,14 +136,30 @@ def build_trainer(
             """Nothing of a run leaves the machine unasked."""
 
     lora = job.config.model.lora
+    given = trainer_arguments(job, bool(len(heldout))) | own
     return Trainer(
         model=resolve(job.config.model.path),
-        args=arguments(**trainer_arguments(job, bool(len(heldout))), **own),
+        args=_with_keywords(arguments, given, job.settings.trainer_kwargs or {}, f"{job.key}.trainer_kwargs"),
         train_dataset=train,
         eval_dataset=heldout if len(heldout) else None,
         processing_class=job.tokenizer,
         peft_config=peft_settings(lora, **adapter) if lora.r else None,
     )
+
+
+def _with_keywords(arguments: Any, given: Mapping[str, Any], more: Mapping[str, Any], key: str) -> Any:
+    """An instance of TRL's class ``arguments``; raises ConfigError for a keyword that is unknown to it, refused by it,
+    or among those ``given`` by other settings."""
+    known = [f.name for f in fields(arguments)]
+    for name in more:
+        check(name in known, f"{key}.{name} is not a field of TRL's {arguments.__name__}{did_you_mean(name, known)}.")
+        check(name not in given, f"{key}.{name} follows from other settings; see asyncrlhf train --help {name}.")
+    try:
+        return arguments(**_DEFAULTS | dict(given) | dict(more))
+    except (TypeError, ValueError) as error:
+        if not more:
+            raise
+        raise ConfigError(f"{key}={dict(more)} is refused by TRL: {' '.join(str(error).split())}.") from error
 
 
 def run_trainer(

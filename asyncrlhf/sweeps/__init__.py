@@ -1,3 +1,3 @@
 """Grids and searches of runs: their jobs, where and in which order these run, and their common results."""
 
-DOORS = ("job", "plan", "record", "results", "run", "sentences", "table")
+DOORS = ("plan", "record", "results", "run", "sentences", "table")

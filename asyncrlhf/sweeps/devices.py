@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 
 from asyncrlhf.config.run_config import RunConfig
-from asyncrlhf.engines.generator_config import replica_kinds
 from asyncrlhf.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -17,8 +16,6 @@ EPSILON = 1e-6
 def needs(config: RunConfig) -> tuple[float, float]:
     """(CPUs, GPUs) that a job occupies. On Ray the sum of its parts'. A local run is one process on one core, whose
     parts share the first GPU; only an engine of several workers uses more."""
-    if config.runtime == "local" and not _asks(config):
-        return 1.0, 0.0
     from asyncrlhf.cluster.parts import parts_of, placement_plan, specs  # some seconds of imports
 
     plan = placement_plan(config)
@@ -26,13 +23,6 @@ def needs(config: RunConfig) -> tuple[float, float]:
         widest = max(part.gpus for part in parts_of(specs(config, config.weights), config.cluster))
         return 1.0, min(plan.total("GPU"), max(1.0, widest))
     return max(plan.total("CPU"), 1.0), plan.total("GPU")
-
-
-def _asks(config: RunConfig) -> bool:
-    """Whether any part is on a GPU."""
-    services = (config.reward.gpus, config.reference.gpus, config.critic.gpus)
-    generators = (kind.config.gpus for kind in replica_kinds(config.generator))
-    return any((config.learner.gpus, *services, *generators))
 
 
 class Devices:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from asyncrlhf.config.run_config import RunConfig
-from asyncrlhf.records.write.recorder import SUMMARY_FILE
 
 
 @dataclass(frozen=True)
@@ -50,11 +47,3 @@ class JobRecord:
     seconds: float = 0.0
     note: str = ""
     config: dict[str, Any] = field(default_factory=dict)
-
-
-def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None

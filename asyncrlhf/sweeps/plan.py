@@ -22,8 +22,7 @@ from asyncrlhf.errors import ConfigError, ContradictionError
 from asyncrlhf.records.show.metric_names import find_metric
 from asyncrlhf.redaction import redact
 from asyncrlhf.sweeps.job import Job
-from asyncrlhf.sweeps.search import Search
-from asyncrlhf.sweeps.space import Axis, split_space
+from asyncrlhf.sweeps.search import Axis, Search, split_space
 from asyncrlhf.validation import check
 
 # Settings that do not change what a job computes, so that no sweep can compare them.
@@ -95,7 +94,7 @@ def plan_sweep(arguments: Sequence[str]) -> SweepPlan:
     for part, grid in settings.grids.items():
         own = [override for override in grid.overrides if _key(override) not in map(_key, overrides)]
         jobs += _grid([*own, *overrides], folder, part, grid.seeds, grid.timing, left_out)
-    jobs = _distinct(jobs)
+    jobs = list({job.hash: job for job in jobs}.values())  # a job that is in two grids runs once
     check(jobs, f"no job of the sweep can run: {' '.join(left_out)}")
     names = {job.name for job in jobs}
     check(len(names) == len(jobs), "two jobs of the sweep would have one name; give each a choice of its own.")
@@ -177,9 +176,6 @@ def _jobs_of(
     own_seeds = not any(_key(override) == "seed" for override in combination)
     choices = {_key(override): _value(override) for override in combination if _key(override) in swept}
     composed = from_hydra(compose_config(combination, folder))
-    if "async.max_staleness" in swept and composed.async_.pacing == "auto" and composed.async_.mode == "async":
-        combination = [*combination, "async.pacing=fill"]  # paced, two bounds may come to one staleness
-        composed = replace(composed, async_=replace(composed.async_, pacing="fill"))
     kept = tuple(o for o in combination if not _key(o).startswith("sweep."))
     jobs = []
     for seed in range(seeds) if own_seeds else [composed.seed]:
@@ -208,11 +204,6 @@ def _key(override: str) -> str:
 def _value(override: str) -> str:
     """The value as the config holds it: without quotes and escapes."""
     return str(OverridesParser.create().parse_override(override).value())
-
-
-def _distinct(jobs: Sequence[Job]) -> list[Job]:
-    """The jobs without duplicates: a job that is in two grids runs once."""
-    return list({job.hash: job for job in jobs}.values())
 
 
 def _job_name(part: str, choices: dict[str, str], seed: int) -> str:

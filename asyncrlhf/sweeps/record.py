@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,12 +17,14 @@ from asyncrlhf.config.inputs import digest_of, named_files
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.show.summary import git_state
 from asyncrlhf.records.write.checkpoint import list_checkpoints
-from asyncrlhf.records.write.recorder import write_atomically
+from asyncrlhf.records.write.recorder import read_summary
+from asyncrlhf.records.write.run_lock import RunLock
+from asyncrlhf.records.write.whole_files import write_atomically
 from asyncrlhf.redaction import redacted
-from asyncrlhf.sweeps.job import Job, JobRecord, read_summary
+from asyncrlhf.sweeps.job import Job, JobRecord
 from asyncrlhf.sweeps.plan import SweepPlan
 
-SWEEP_FILE, LOCK_FILE, JOBS_FOLDER = "sweep.json", ".lock", "jobs"
+SWEEP_FILE, JOBS_FOLDER = "sweep.json", "jobs"
 FORMAT = 1
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -130,8 +131,7 @@ def _source() -> str:
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """The differences as a part of a sentence; empty if there are none."""
     found = []
-    code = ("git", "version", "source")
-    if any(before.get(key, now[key]) != now[key] for key in code):  # a record of an older version lacks some
+    if before["source"] != now["source"]:
         found.append(f"another state of the code ({_code(before)}, now {_code(now)})")
     found += [
         f"another content of {name}" for name, digest in before["data"].items() if now["data"].get(name) != digest
@@ -142,7 +142,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 def _code(head: Mapping[str, Any]) -> str:
     git = head["git"]
     place = "installed" if git is None else git["commit"][:9] + (" with changes" if git["dirty"] else "")
-    return " ".join(filter(None, [head.get("version", ""), place, head.get("source", "")]))
+    return f"{head['version']} {place} {head['source']}"
 
 
 def is_sweep(folder: Path) -> bool:
@@ -166,22 +166,12 @@ def after_a_kill(run_dir: Path) -> str:
     return "done" if (read_summary(run_dir) or {}).get("exit_reason") == "done" else "interrupted"
 
 
-def is_owned(folder: Path) -> bool:
-    """Whether a command runs the sweep now, or may run it: a folder of another user cannot be locked."""
-    try:
-        with owned(folder):
-            return False
-    except (ConfigError, OSError):
-        return True
-
-
 @contextmanager
 def owned(folder: Path) -> Iterator[None]:
     """Lock the sweep's folder within this context; a second command on it is refused meanwhile."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK_FILE).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(f"{folder} is being run by another command; wait for it, or give sweep.name.") from error
+    lock = RunLock(folder, "sweep.name")
+    try:
         yield
+    finally:
+        lock.release()

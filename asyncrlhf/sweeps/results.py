@@ -10,14 +10,14 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.records.write.recorder import METRICS_FILE, read_metrics
-from asyncrlhf.sweeps.job import read_summary
-from asyncrlhf.sweeps.record import after_a_kill, is_owned, read_sweep
+from asyncrlhf.records.write.recorder import METRICS_FILE, read_metrics, read_summary
+from asyncrlhf.records.write.run_lock import is_owned
+from asyncrlhf.sweeps.record import after_a_kill, read_sweep
 from asyncrlhf.sweeps.search import objective
 
 # Settings that affect staleness. All other choices are the method, which is compared.
@@ -109,15 +109,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Results:
-    """``left_out``: jobs without a result, with their state. ``what``: the name of the quality. ``pair``: the name of
-    two timed jobs of one seed."""
+    """``left_out``: jobs without a result, with their state. ``what``: the name of the quality."""
 
     name: str
     cells: tuple[Cell, ...]
     left_out: dict[str, str]
     what: str
     search: str = ""  # the sentence about a search's best trial
-    pair: str = "alternated pair"
 
     @property
     def runs(self) -> list[Path]:
@@ -136,15 +134,10 @@ def read_results(folder: Path) -> Results:
     if left and not is_owned(folder):
         for row in left:
             row["state"] = after_a_kill(folder / row["folder"])
-    return results_of(folder, document)
-
-
-def results_of(folder: Path, document: dict[str, Any]) -> Results:
-    """The results of jobs in ``folder``, from a document such as ``sweep.json`` holds."""
     rows = [row for row in document["jobs"] if row["state"] == "done"]
     left_out = {row["name"]: row["state"] for row in document["jobs"] if row["state"] != "done"}
     several = any("algorithm" in row["choices"] for row in rows)
-    measured = [_heldout(folder / row["folder"]) for row in rows]
+    measured = [(read_summary(folder / row["folder"]) or {}).get("heldout_accuracy") or {} for row in rows]
     heldout = all(found.get("after") is not None for found in measured)
     points = []
     for row in rows:
@@ -154,7 +147,9 @@ def results_of(folder: Path, document: dict[str, Any]) -> Results:
             left_out[row["name"]] = f"unreadable ({' '.join(str(error).split())})"
     measure = "reward" if any(found.get("measure") == "reward" for found in measured) else "accuracy"
     what = f"held-out {measure}" if heldout else "reward of the last tenth of the steps"
-    cells = _with_speed(_with_kept(_cells(points)))
+    cells = _cells(points)
+    cells = [_with_kept(cell, cells) for cell in cells]
+    cells = [_with_speed(cell, cells) for cell in cells]
     return Results(document["name"], tuple(cells), left_out, what, best_trial(folder, document))
 
 
@@ -180,11 +175,6 @@ def best_trial(folder: Path, document: dict[str, Any]) -> str:
         f"Best of {len(known)} trials: {search['objective']} {known[best].text()} ({count}) with {said} ({best}). "
         "The best of many is partly luck: run it again with other seeds."
     )
-
-
-def _heldout(run_dir: Path) -> dict[str, Any]:
-    """The held-out figures of the job's summary; ``after`` is missing or None without an evaluation."""
-    return (read_summary(run_dir) or {}).get("heldout_accuracy") or {}
 
 
 def _point(folder: Path, row: dict[str, Any], heldout: bool, several: bool) -> Point:
@@ -250,28 +240,20 @@ def paired(cell: Cell, base: Cell, of: Callable[[Point], float]) -> list[tuple[f
     return [(values[point.seed], of(point)) for point in cell.points if point.seed in values]
 
 
-def _with_kept(cells: Sequence[Cell]) -> list[Cell]:
-    """Set each cell's quality relative to the freshest configuration, over the seeds that both have."""
-    done = []
-    for cell in cells:
-        peers = [c for c in cells if c.method == cell.method and c.exclusive == cell.exclusive]
-        base = min(peers, key=lambda c: c.staleness.mean)
-        pairs = paired(cell, base, lambda point: point.quality)
-        middle = statistics.fmean(b for b, _ in pairs) if pairs else 0.0
-        usable = base is not cell and base.staleness.mean <= FRESH and middle > SMALL
-        kept = Estimate.of_ratio(pairs) if usable else None
-        done.append(Cell(cell.method, cell.setting, cell.exclusive, cell.points, kept))
-    return done
+def _with_kept(cell: Cell, cells: Sequence[Cell]) -> Cell:
+    """Set the cell's quality relative to the freshest configuration, over the seeds that both have."""
+    peers = [c for c in cells if c.method == cell.method and c.exclusive == cell.exclusive]
+    base = min(peers, key=lambda c: c.staleness.mean)
+    pairs = paired(cell, base, lambda point: point.quality)
+    middle = statistics.fmean(b for b, _ in pairs) if pairs else 0.0
+    usable = base is not cell and base.staleness.mean <= FRESH and middle > SMALL
+    return replace(cell, kept=Estimate.of_ratio(pairs)) if usable else cell
 
 
-def _with_speed(cells: Sequence[Cell]) -> list[Cell]:
-    """Set each cell's speed-up: sync's wall-clock time over its own, by seed, where both ran alone."""
-    done = []
-    for cell in cells:
-        base = next((c for c in cells if c.method == cell.method and c.exclusive and c.points[0].mode == "sync"), None)
-        speedup = None
-        if cell.exclusive and base is not None and base is not cell:
-            pairs = paired(cell, base, lambda point: point.train_seconds)
-            speedup = Estimate.of([b / own for b, own in pairs]) if pairs else None
-        done.append(Cell(cell.method, cell.setting, cell.exclusive, cell.points, cell.kept, speedup))
-    return done
+def _with_speed(cell: Cell, cells: Sequence[Cell]) -> Cell:
+    """Set the cell's speed-up: sync's wall-clock time over its own, by seed, where both ran alone."""
+    base = next((c for c in cells if c.method == cell.method and c.exclusive and c.points[0].mode == "sync"), None)
+    if not cell.exclusive or base is None or base is cell:
+        return cell
+    pairs = paired(cell, base, lambda point: point.train_seconds)
+    return replace(cell, speedup=Estimate.of([b / own for b, own in pairs])) if pairs else cell

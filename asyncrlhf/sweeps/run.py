@@ -35,7 +35,7 @@ class Sweeper:
         self._cores = float(len(os.sched_getaffinity(0)))
         self._devices = Devices.of(plan.configs)
         # A library that touches CUDA while it is imported makes it unusable in forks.
-        self._forks = not self._devices.count and all(config.ray.fork_workers for config in plan.configs)
+        self._forks = not self._devices.count
         self._workers: list[Worker] = []
         self._ray: Any = None
         self._config_dir = str(plan.config_dir) if plan.config_dir else None
@@ -93,13 +93,14 @@ class Sweeper:
         """Let W&B show the jobs of a sweep as one group, each named by its choices, unless the user set other names."""
         logging = job.config.logging
         tags = [f"{key}={value}"[:MAX_TAG] for key, value in job.choices.items()] + [f"seed={job.seed}"]
-        own = {
-            "wandb_group": quoted(self._plan.folder_name),
-            "wandb_name": quoted(job.name),
-            "wandb_job_type": quoted(job.part or "job"),
-            "wandb_tags": f"[{','.join(map(quoted, tags))}]",
-        }
-        return [f"logging.{name}={value}" for name, value in own.items() if not getattr(logging, name)]
+        own = {"group": self._plan.folder_name, "name": job.name, "job_type": job.part or "job", "tags": tags}
+        named = {name: value for name, value in (own | logging.wandb_keywords).items() if value}
+        written = (
+            f"{name}:[{','.join(quoted(str(v)) for v in value)}]" if name == "tags" else f"{name}:{quoted(str(value))}"
+            for name, value in named.items()
+        )
+        added = "++" if logging.wandb_keywords else ""  # to those of the user
+        return [f"{added}logging.wandb_kwargs={{{','.join(written)}}}"]
 
     def _fits(self, job: Job) -> bool:
         """Whether the job may start now. An exclusive job waits for all others to end, and all others wait for it. Ray

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from asyncrlhf.records.show.summary import counted
-from asyncrlhf.records.write.recorder import write_atomically
+from asyncrlhf.records.write.whole_files import write_atomically
 from asyncrlhf.sweeps.results import ONLY_METHOD, Cell, Estimate, Results, paired
 
 RESULTS_FILE = "results.json"
 ESTIMATES = ("quality", "staleness", "seconds", "kept", "speedup")
 LISTED = 8  # configurations in a sentence; the table has all
 CLEAR = 2.0  # standard errors beyond which a loss is called one
+PAIR = "alternated pair"  # two timed jobs of one seed
 
 
 def sentences(results: Results) -> list[str]:
@@ -33,11 +34,11 @@ def sentences(results: Results) -> list[str]:
     if quality and not results.search:
         said.append(_ranking(quality, results.what))
     timed = [cell for cell in results.cells if cell.speedup is not None]
-    said += [_speed(cell, results.pair) for cell in timed if cell not in told]
+    said += [_speed(cell) for cell in timed if cell not in told]
     alone = [cell for cell in results.cells if cell.exclusive]
     if not timed:
         said.append(
-            _fastest(alone, results.pair)
+            _fastest(alone)
             if len(alone) > 1
             else "No speed is reported: no two jobs ran on Ray and alone on the machine (sweep.timing=exclusive)."
         )
@@ -81,7 +82,7 @@ def _headline(joined: Sequence[tuple[Cell, Cell]], quality: Sequence[Cell], resu
     seeds = min(cell.kept.count for cell, _ in joined if cell.kept is not None)
     return (
         f"{'; '.join(parts)} (quality: {counted(seeds, 'seed')}; speed: async at that bound, "
-        f"{counted(pairs, results.pair)}, each alone on the machine)."
+        f"{counted(pairs, PAIR)}, each alone on the machine)."
     )
 
 
@@ -113,12 +114,12 @@ def _kept(quality: Sequence[Cell], what: str, setting: str) -> str:
     )
 
 
-def _speed(cell: Cell, pair: str) -> str:
+def _speed(cell: Cell) -> str:
     assert cell.speedup is not None
     of_method = "" if cell.method == ONLY_METHOD else f" ({cell.method})"
     return (
         f"{cell.setting}{of_method} trains the same steps at {cell.speedup.text(digits=2)} times the speed of "
-        f"sync ({counted(cell.speedup.count, pair)}, each alone on the machine)."
+        f"sync ({counted(cell.speedup.count, PAIR)}, each alone on the machine)."
     )
 
 
@@ -140,7 +141,7 @@ def _ranking(cells: Sequence[Cell], what: str) -> str:
     return f"{what.capitalize()}, the best first: {', '.join(listed)}{more}. The best is {_name(best, cells)}; {clear}."
 
 
-def _fastest(cells: Sequence[Cell], pair: str) -> str:
+def _fastest(cells: Sequence[Cell]) -> str:
     """The training time of configurations that ran alone, without one in sync mode to compare with."""
     best, second, *_ = ordered = sorted(cells, key=lambda cell: cell.seconds.mean)
     listed = [f"{_name(cell, cells)} {cell.seconds.text(digits=1)} s" for cell in ordered[:LISTED]]
@@ -148,7 +149,7 @@ def _fastest(cells: Sequence[Cell], pair: str) -> str:
     pairs = paired(best, second, lambda point: point.train_seconds)
     share = Estimate.of([own / other for other, own in pairs]) if pairs else None
     needs = f"needs {share.text(100, 0, '%')} of the time of" if share else "has no seed in common with"
-    ran = f" ({counted(share.count, pair)}, each alone on the machine)" if share else ""
+    ran = f" ({counted(share.count, PAIR)}, each alone on the machine)" if share else ""
     return (
         f"Training time, the fastest first: {', '.join(listed)}{more}. {_name(best, cells)} {needs} "
         f"{_name(second, cells)}{ran}. Speed relative to sync is not reported: no job with async.mode=sync ran alone."
@@ -183,37 +184,16 @@ def figures(cell: Cell) -> dict[str, Any]:
 
 def write_results(results: Results, folder: Path) -> None:
     """``results.json``: the sentences and all their numbers, with the run directories behind them."""
-    joined = [
-        {
-            "method": quality.method,
-            "bound": quality.bound,
-            **{f"kept{end}": value for end, value in _plain(quality.kept)},
-            **{f"speedup{end}": value for end, value in _plain(speed.speedup)},
-            "quality_runs": _runs(quality, folder),
-            "speed_runs": _runs(speed, folder),
-        }
-        for method in results.methods
-        for quality, speed in join(results, method)
-    ]
-    cells = [{**figures(cell), "runs": _runs(cell, folder)} for cell in results.cells]
+    runs = [[str(point.path.relative_to(folder)) for point in cell.points] for cell in results.cells]
+    cells = [{**figures(cell), "runs": own} for cell, own in zip(results.cells, runs, strict=True)]
     document = {
         "name": results.name,
         "quality": results.what,
         "sentences": sentences(results),
-        "quality_and_speed": joined,
         "configurations": [{key: _finite(value) for key, value in row.items()} for row in cells],
         "left_out": results.left_out,
     }
     write_atomically(folder / RESULTS_FILE, json.dumps(document, indent=1, allow_nan=False) + "\n")
-
-
-def _plain(estimate: Estimate | None) -> list[tuple[str, float | None]]:
-    assert estimate is not None
-    return [("", estimate.mean), ("_error", _finite(estimate.error))]
-
-
-def _runs(cell: Cell, folder: Path) -> list[str]:
-    return [str(point.path.relative_to(folder)) for point in cell.points]
 
 
 def _finite(value: Any) -> Any:

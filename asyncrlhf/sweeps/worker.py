@@ -22,9 +22,7 @@ from asyncrlhf.redaction import redact
 from asyncrlhf.sweeps.devices import VISIBLE
 
 LOG_FILE = "output.log"
-OF_A_RUN = tuple(
-    f"asyncrlhf.{name}" for name in ("orchestrator.run", "learner.torch_backend", "engines.hf", "records.history")
-)
+OF_A_RUN = ("asyncrlhf.orchestrator.run", "asyncrlhf.learner.torch_backend", "asyncrlhf.engines.hf")
 END_SECONDS = 90.0  # for a run that was interrupted to write its checkpoint
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from asyncrlhf.data.data_config import TaskConfig
-from asyncrlhf.data.rows import Row, has_splits, is_saved, looks_local, read_rows, refuse_images
+from asyncrlhf.data.rows import (
+    Row,
+    has_splits,
+    is_conversation,
+    is_saved,
+    is_text,
+    looks_local,
+    read_rows,
+    refuse_images,
+)
 from asyncrlhf.data.sources import Mixture, PromptSource, PromptStream, shuffled
 from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.tasks.answers import extract_answer, unwrap
@@ -27,6 +36,7 @@ if TYPE_CHECKING:
 # Without a separate split, at most one of this many texts is held out.
 HELDOUT_SHARE = 10
 LOOKED_AT = 1000  # rows that the first check reads
+SHUFFLE_BUFFER = 1000  # rows of a stream that are shuffled at a time; a dataset in order of its topics needs a file
 
 
 class PromptsTask:
@@ -123,7 +133,7 @@ class PromptsTask:
     def _pass(self, seed: int, epoch: int) -> Iterator[Prompt]:
         """One pass over a stream."""
         rows = read_rows(self._config, self._config.split)
-        mixed = shuffled(rows, self._config.shuffle_buffer, np.random.default_rng([seed, epoch]))
+        mixed = shuffled(rows, SHUFFLE_BUFFER, np.random.default_rng([seed, epoch]))
         return (prompt for prompt in self._prompts(mixed, count=False) if prompt.text not in self._withheld)
 
     def heldout(self) -> list[Prompt]:
@@ -230,18 +240,6 @@ def answer_reward(prompt: Prompt, completion: str, key: str) -> float:
     return float(extract_answer(completion, prompt.answer) == unwrap(prompt.answer))
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
-
-
-def _is_conversation(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(m, Mapping) and _is_text(m.get("role")) and isinstance(m.get("content"), str) for m in value)
-    )
-
-
 def check_rows(config: TaskConfig) -> None:
     """Raise ConfigError for local rows that could not be used, of the first ``LOOKED_AT`` of each source, without the
     libraries of a run, so that a wrong path is reported at once. Checks that need a tokenizer, another library or the
@@ -258,7 +256,7 @@ def _given(row: Row, key: str) -> Any:
     where, fields = row
     given = fields.get(key)
     refuse_images(where, fields, given)
-    if not _is_text(given) and not _is_conversation(given):
+    if not is_text(given) and not is_conversation(given):
         problem = "has no key" if key not in fields else "has no text under the key"
         if isinstance(given, list):
             problem = "has no list of messages, each with a role and a text as content, under the key"

@@ -20,6 +20,7 @@ HELDOUT_SEED = 0
 # reasoning-gym seeds entry i with seed + i: this stride keeps the streams of two run seeds apart.
 SEED_STRIDE = 1_000_000
 MAX_TRIES = 1000
+TRAIN_SIZE = 20_000  # prompts of an epoch: more than most runs draw, and entries are made as they are drawn
 
 
 class ReasoningTask:
@@ -40,7 +41,7 @@ class ReasoningTask:
             self._train_prompt(name, self._scorers, 0, HELDOUT_SEED)
 
     def train_source(self, seed: int) -> PromptSource:
-        """``task.train_size`` prompts of this seed, shuffled anew each epoch."""
+        """``TRAIN_SIZE`` prompts of this seed, shuffled anew each epoch."""
         base = SEED_STRIDE * (seed + 1)
         datasets = {name: _create(self._config, name, base) for name in self._config.datasets}
 
@@ -48,7 +49,7 @@ class ReasoningTask:
             number, which = divmod(index, len(self._config.datasets))
             return self._train_prompt(self._config.datasets[which], datasets, number, base)
 
-        return PromptSource(prompt_at, length=self._config.train_size, seed=seed)
+        return PromptSource(prompt_at, length=TRAIN_SIZE, seed=seed)
 
     def heldout(self) -> list[Prompt]:
         return list(self._heldout)
@@ -62,7 +63,7 @@ class ReasoningTask:
     def _train_prompt(self, name: str, datasets: dict[str, Any], number: int, base: int) -> Prompt:
         """Entry ``number``, or the next that is neither a held-out question nor too long."""
         for attempt in range(MAX_TRIES):
-            at = (number + attempt) % self._config.train_size
+            at = (number + attempt) % TRAIN_SIZE
             entry = datasets[name][at]
             if entry["question"] in self._heldout_texts:
                 continue
@@ -102,7 +103,7 @@ def _create(config: TaskConfig, name: str, seed: int) -> Any:
         )
     options = config.dataset_options.get(name, {})
     try:
-        return reasoning_gym.create_dataset(name, size=config.train_size, seed=seed, **options)
+        return reasoning_gym.create_dataset(name, size=TRAIN_SIZE, seed=seed, **options)
     # A dataset raises an assertion or a TypeError of its config class for a wrong option.
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"task.dataset_options.{name}={options} is refused by reasoning-gym: {error}.") from error

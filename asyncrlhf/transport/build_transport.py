@@ -18,7 +18,7 @@ from asyncrlhf.transport.object_store import ObjectStoreReceiver, ObjectStoreSen
 from asyncrlhf.transport.receiver import WeightReceiver
 from asyncrlhf.transport.sender import WeightSender, Wire
 from asyncrlhf.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
-from asyncrlhf.transport.weights_config import WeightsConfig
+from asyncrlhf.transport.weights_config import SLOWEST, WeightsConfig
 from asyncrlhf.types import WeightManifest
 from asyncrlhf.validation import check, check_choice
 
@@ -81,9 +81,8 @@ def build_sender(config: WeightsConfig, runtime: str, params: Mapping[str, torch
     if kind == "disk":
         check(config.disk_path, "weights.transport=disk needs weights.disk_path here; a run has one of its own.")
         return DiskSender(manifest, Path(config.disk_path), timeout_seconds=seconds, wire=wire, sharded=sharded)
-    rate = config.slowest_mb_s * 1e6
     return CollectiveSender(
-        manifest, timeout_seconds=seconds, device=device, wire=wire, bytes_per_second=rate, sharded=sharded
+        manifest, timeout_seconds=seconds, device=device, wire=wire, bytes_per_second=SLOWEST, sharded=sharded
     )
 
 

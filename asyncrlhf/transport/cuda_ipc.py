@@ -11,10 +11,9 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport.manifest import entries_by_bucket, view_of
 from asyncrlhf.transport.protocol import Ticket
-from asyncrlhf.transport.receiver import WeightReceiver, check_bucket
-from asyncrlhf.transport.sender import WeightSender, Wire
+from asyncrlhf.transport.sender import Wire
+from asyncrlhf.transport.shared_memory import MappedReceiver, MappedSender
 from asyncrlhf.types import WeightManifest
 
 _DEVICE = 6  # position of the device's index in the arguments that rebuild a tensor: it may differ by process
@@ -37,7 +36,7 @@ def card(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-class CudaIpcSender(WeightSender):
+class CudaIpcSender(MappedSender):
     """A ticket names the GPU and carries a handle for each bucket, made once."""
 
     def __init__(self, manifest: WeightManifest, device: torch.device | str, wire: Wire | None = None) -> None:
@@ -48,40 +47,21 @@ class CudaIpcSender(WeightSender):
     def _refs(self, version: int) -> tuple[Any, ...]:
         return self._name, self._card, self._handles
 
-    def _check_current(self, ticket: Ticket) -> None:
-        if ticket.version != self.version:
-            raise WeightSyncError(
-                f"The ticket is for version {ticket.version}, but the sender holds version {self.version}."
-            )
 
-
-class CudaIpcReceiver(WeightReceiver):
-    """Opens the sender's memory at its first ticket and keeps it open; stages nothing: the engine loads from there."""
-
-    _opened: tuple[str, list[torch.Tensor]] | None = None
+class CudaIpcReceiver(MappedReceiver):
+    """Opens the sender's memory on the GPU; stages nothing: the engine loads from there."""
 
     def receive(self, ticket: Ticket) -> Mapping[str, torch.Tensor]:
         """Views on the sender's memory, valid until its next snapshot, which the learner makes after all have loaded.
-        The caller must not write into them. Raises WeightSyncError on another GPU, or for a wrong checksum."""
-        buckets, found = self._open(ticket), dict[str, torch.Tensor]()
-        for bucket, entries in enumerate(entries_by_bucket(ticket.manifest)):
-            views = {entry.name: view_of(entry, buckets[bucket]) for entry in entries}
-            check_bucket(ticket, bucket, entries, views, self._staged.name)
-            found |= views
-        return found
+        Raises WeightSyncError on another GPU, or for a wrong checksum."""
+        return {name: tensor for views in self.stream(ticket) for name, tensor in views.items()}
 
     def _open(self, ticket: Ticket) -> list[torch.Tensor]:
-        name, theirs, handles = ticket.refs
-        if self._opened is None or self._opened[0] != name:
-            own = card(self._device)
-            if own != theirs:
-                raise WeightSyncError(
-                    f"{self._staged.name} works on GPU {own}, the learner on {theirs}; weights.transport=cuda_ipc "
-                    "needs both on one."
-                )
-            self._opened = name, [open_bucket(handle, self._device) for handle in handles]
-        return self._opened[1]
-
-    def close(self) -> None:
-        super().close()
-        self._opened = None
+        _, theirs, handles = ticket.refs
+        own = card(self._device)
+        if own != theirs:
+            raise WeightSyncError(
+                f"{self._staged.name} works on GPU {own}, the learner on {theirs}; weights.transport=cuda_ipc "
+                "needs both on one."
+            )
+        return [open_bucket(handle, self._device) for handle in handles]

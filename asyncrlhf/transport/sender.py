@@ -13,8 +13,13 @@ from typing import Any
 import torch
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport.gathered_buckets import GatheredBuckets
-from asyncrlhf.transport.manifest import FlatBuckets, ShardedParams, changed_buckets, manifest_checksums
+from asyncrlhf.transport.manifest import (
+    FlatBuckets,
+    GatheredBuckets,
+    ShardedParams,
+    changed_buckets,
+    manifest_checksums,
+)
 from asyncrlhf.transport.protocol import Ticket, TransferStats
 from asyncrlhf.types import WeightManifest
 

@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrlhf.errors import LearnerLostError
-from asyncrlhf.learner.ranks.distributed import Shards
-from asyncrlhf.learner.ranks.spans import Part, Spans, extent, overlaps
+from asyncrlhf.learner.ranks import Part, Shards, Spans, extent, overlaps
 from asyncrlhf.transport.manifest import ALIGNMENT, ShardedParams, copy_tensors, entries_by_bucket, view_of
 from asyncrlhf.types import TensorEntry, WeightManifest
 

@@ -31,7 +31,45 @@ def _slices(memory: mmap.mmap, manifest: WeightManifest) -> list[torch.Tensor]:
     ]
 
 
-class SharedMemorySender(WeightSender):
+class MappedSender(WeightSender):
+    """The snapshot lies where receivers open it; the first of a ticket's ``refs`` names that memory. There is no group,
+    so that an epoch has no meaning."""
+
+    def _check_current(self, ticket: Ticket) -> None:
+        if ticket.version != self.version:
+            raise WeightSyncError(
+                f"The ticket is for version {ticket.version}, but the sender holds version {self.version}."
+            )
+
+
+class MappedReceiver(WeightReceiver):
+    """Opens the sender's memory at the first ticket, and keeps it open. The caller must not write into it."""
+
+    _opened: tuple[str, list[torch.Tensor]] | None = None  # the memory's name, and its buckets
+
+    def stream(self, ticket: Ticket) -> Iterator[Mapping[str, torch.Tensor]]:
+        """As of every receiver, but all buckets stay valid until the sender's next snapshot, not only the last."""
+        buckets = self._buckets(ticket)
+        for bucket, entries in enumerate(entries_by_bucket(ticket.manifest)):
+            views = {entry.name: view_of(entry, buckets[bucket]) for entry in entries}
+            check_bucket(ticket, bucket, entries, views, self._staged.name)
+            yield views
+
+    def _buckets(self, ticket: Ticket) -> list[torch.Tensor]:
+        if self._opened is None or self._opened[0] != ticket.refs[0]:
+            self._opened = ticket.refs[0], self._open(ticket)
+        return self._opened[1]
+
+    def _open(self, ticket: Ticket) -> list[torch.Tensor]:
+        """The buckets in the sender's memory, uint8 [bytes] each."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        super().close()
+        self._opened = None
+
+
+class SharedMemorySender(MappedSender):
     """A ticket names the process and its file descriptor of the memory. Every process of the same user on the same
     machine can map it."""
 
@@ -43,37 +81,19 @@ class SharedMemorySender(WeightSender):
         memory = mmap.mmap(self._file, 0)
         self.buckets = FlatBuckets(manifest, tensors=_slices(memory, manifest))
 
-    def _refs(self, version: int) -> tuple[int, int, str]:
-        return os.getpid(), self._file, self._name
-
-    def _check_current(self, ticket: Ticket) -> None:
-        if ticket.version != self.version:
-            raise WeightSyncError(
-                f"The ticket is for version {ticket.version}, but the sender holds version {self.version}."
-            )
+    def _refs(self, version: int) -> tuple[str, int, int]:
+        return self._name, os.getpid(), self._file
 
 
-class SharedMemoryReceiver(WeightReceiver):
-    """Maps the sender's memory at the first ticket, and keeps it mapped."""
-
-    _mapped: tuple[str, list[torch.Tensor]] | None = None
-
-    def stream(self, ticket: Ticket) -> Iterator[Mapping[str, torch.Tensor]]:
-        """As of every receiver, but all buckets stay valid until the sender's next snapshot, not only the last."""
-        buckets = self._map(ticket)
-        for bucket, entries in enumerate(entries_by_bucket(ticket.manifest)):
-            views = {entry.name: view_of(entry, buckets[bucket]) for entry in entries}
-            check_bucket(ticket, bucket, entries, views, self._staged.name)
-            yield views
+class SharedMemoryReceiver(MappedReceiver):
+    """Maps the memory of a process on the same machine; :meth:`receive` copies it."""
 
     def _fetch(self, ticket: Ticket, staging: FlatBuckets, wanted: list[int]) -> None:
-        buckets = self._map(ticket)
+        buckets = self._buckets(ticket)
         staging.copy_buckets([buckets[i] for i in wanted], wanted)
 
-    def _map(self, ticket: Ticket) -> list[torch.Tensor]:
-        process, number, name = ticket.refs
-        if self._mapped is not None and self._mapped[0] == name:
-            return self._mapped[1]
+    def _open(self, ticket: Ticket) -> list[torch.Tensor]:
+        name, process, number = ticket.refs
         path = f"/proc/{process}/fd/{number}"
         try:
             if os.readlink(path).removesuffix(" (deleted)") != f"/memfd:{name}":
@@ -86,9 +106,4 @@ class SharedMemoryReceiver(WeightReceiver):
                 f"{self._staged.name} cannot map the learner's memory ({error}); allowed: weights.transport=collective"
                 ", or all generators on the learner's machine, where they may open its files in /proc."
             ) from error
-        self._mapped = name, _slices(memory, ticket.manifest)
-        return self._mapped[1]
-
-    def close(self) -> None:
-        super().close()
-        self._mapped = None
+        return _slices(memory, ticket.manifest)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 
-from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.transport.build_transport import build_receiver
 from asyncrlhf.transport.protocol import Ticket, worker_name
 from asyncrlhf.transport.receiver import WeightReceiver
@@ -38,15 +38,23 @@ class WeightReceiving:
         if hasattr(self, "_weight_receiver"):
             self._weight_receiver.close()
         self._weight_receiver = build_receiver(weights, "ray", self.device)
-        self._joining = _Joining(
-            self._weight_receiver, endpoint, rank + self.rank, world_size, epoch, worker_name(name, self.rank)
-        )
+        self._joined: Future[None] = Future()
+        group = endpoint, rank + self.rank, world_size, epoch, worker_name(name, self.rank)
+        threading.Thread(target=self._join, args=(self._weight_receiver, self._joined, group), daemon=True).start()
+
+    @staticmethod
+    def _join(receiver: WeightReceiver, joined: Future[None], group: tuple[Any, ...]) -> None:
+        try:
+            receiver.connect(*group)
+            joined.set_result(None)
+        except BaseException as error:
+            joined.set_exception(error)
 
     def receive_weights(self, ticket: Ticket, names: Mapping[str, str]) -> str:
         """Receive the weights of ``ticket`` and load those in ``names``, under these. Returns an error's text, or an
         empty one; for an exception vLLM would print this worker's stack."""
         try:
-            self._joining.end()
+            self._joined.result()
             self.start_weight_update()
             for tensors in self._weight_receiver.stream(ticket):
                 self.update_weights({"tensors": {names[name]: t for name, t in tensors.items() if name in names}})
@@ -55,24 +63,3 @@ class WeightReceiving:
         except Exception as error:
             return str(error) or type(error).__name__
         return ""
-
-
-class _Joining:
-    """A receiver that is joining a group, in a thread."""
-
-    def __init__(self, receiver: WeightReceiver, *arguments: Any) -> None:
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(receiver, arguments), name="join-weights", daemon=True)
-        self._thread.start()
-
-    def _run(self, receiver: WeightReceiver, arguments: tuple[Any, ...]) -> None:
-        try:
-            receiver.connect(*arguments)
-        except BaseException as error:
-            self._error = error
-
-    def end(self) -> None:
-        """Wait until it has joined; raises its error."""
-        self._thread.join()
-        if self._error is not None:
-            raise WeightSyncError(str(self._error))

@@ -12,6 +12,9 @@ TRANSPORTS = ("auto", "collective", "shared_memory", "cuda_ipc", "object_store",
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
+SLOWEST = 100e6  # bytes/s below which a transfer counts as stuck: a tenth of what slow networks carry
+
+
 @dataclass(frozen=True)
 class Tolerance:
     """Mean |difference| in nats. Up to ``suspicious`` the audit passes. Beyond it the tensors are compared bit by bit;
@@ -69,11 +72,10 @@ class WeightsConfig:
     )
     timeout_seconds: float = setting(
         120.0,
-        "Seconds for each answer in the weight transfer; sending weights gets more time by slowest_mb_s.",
+        "Seconds for each answer in the weight transfer; sending weights gets 10 s more a GB.",
         low=1,
         high=MONTH,
     )
-    slowest_mb_s: float = setting(100.0, "MB/s below which a transfer counts as stuck.", low=0.001, high=1e6)
 
     def __post_init__(self) -> None:
         check_path("weights.disk_path", self.disk_path)
@@ -90,7 +92,7 @@ class WeightsConfig:
 
     def seconds_for(self, nbytes: int) -> float:
         """The time limit for transferring ``nbytes`` bytes."""
-        return self.timeout_seconds + nbytes / (self.slowest_mb_s * 1e6)
+        return self.timeout_seconds + nbytes / SLOWEST
 
     @property
     def verifies(self) -> bool:

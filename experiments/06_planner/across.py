@@ -26,8 +26,8 @@ from asyncrlhf.actors.where import available_cores
 from asyncrlhf.planner.fit import hiccups_of_run
 from asyncrlhf.records.write.recorder import read_metrics
 from asyncrlhf.simulator.cost_world import Conditions
-from asyncrlhf.simulator.given import changed, config_of_run, fitted_costs, settings_of_run, sharing, workload_of
-from asyncrlhf.simulator.simulate import figures, simulate
+from asyncrlhf.simulator.given import changed, fitted_costs, settings_of_run, sharing, workload_of
+from asyncrlhf.simulator.simulate import config_of_run, figures, simulate
 
 SOURCE = ("async.max_staleness=2",)
 OTHERS = {

@@ -27,15 +27,15 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from asyncrlhf.bench.overlap import LOAD, QUIET
+from asyncrlhf.bench.measure import LOAD, QUIET
 from asyncrlhf.engines.generator_config import replica_kinds
 from asyncrlhf.planner.shapes import Workload
 from asyncrlhf.planner.tables import Fitted
 from asyncrlhf.records.read.cut_short import flights
 from asyncrlhf.records.write.recorder import read_metrics
 from asyncrlhf.simulator.cost_world import Conditions
-from asyncrlhf.simulator.given import changed, config_of_run, settings_of_run
-from asyncrlhf.simulator.simulate import figures, settled, simulate
+from asyncrlhf.simulator.given import changed, settings_of_run
+from asyncrlhf.simulator.simulate import config_of_run, figures, settled, simulate
 
 RUNS = {
     "default": ("steps=200",),

@@ -1,5 +1,5 @@
-"""Published seconds an iteration against the call graph's: five named coefficients with physical bounds, fitted to some
-cells and judged on others."""
+"""Published seconds an iteration against those of its calls: five named coefficients with physical bounds, fitted to
+some cells and judged on others."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
-from asyncrlhf.planner.callgraph import PPO, Graph, Layout
-from asyncrlhf.planner.costs import Coefficients
+from asyncrlhf.planner.costs import Coefficients, CostModel, all_reduce, forward_flops
 from asyncrlhf.planner.shapes import Cluster, Link, ModelShape
 
 LLAMA_2 = {
@@ -66,12 +65,20 @@ def read_cells(path: Path) -> list[Cell]:
 _SETTINGS = {"actor": ("actor", "reference"), "critic": ("critic", "reward"), "both": ()}
 
 
+# One PPO iteration: each call's model, and what it does. No two calls overlap, for each has all devices.
+PPO = {
+    "generation": ("actor", "generate"),
+    **{model: (model, "infer") for model in ("reward", "reference", "critic")},
+    "actor training": ("actor", "train"),
+    "critic training": ("critic", "train"),
+}
+MINIBATCHES = 4  # updates per iteration, one after the other, as in ReaL's example of PPO
+
+
 def phases(cell: Cell, cluster: Cluster, coefficients: Mapping[str, float]) -> dict[str, float]:
     """Seconds of each call in the paper's heuristic plan: all calls on all devices, tensor parallel inside a node and
-    pipeline parallel between nodes. An iteration is their sum, for no two of them overlap on one mesh."""
+    pipeline parallel between nodes. An iteration is their sum."""
     large = _SETTINGS[cell.setting] or ("actor", "reference", "critic", "reward")
-    models = ("actor", "reference", "critic", "reward")
-    shapes = {model: LLAMA_2[cell.size if model in large else "7B"] for model in models}
     share = coefficients["link"]
     slowed = replace(
         cluster,
@@ -80,9 +87,42 @@ def phases(cell: Cell, cluster: Cluster, coefficients: Mapping[str, float]) -> d
         inter=Link(cluster.inter.latency, cluster.inter.bandwidth * share),
     )
     fitted = Coefficients(**{name: value for name, value in coefficients.items() if name != "link"})
-    graph = Graph(shapes, slowed, cell.prompt, cell.response, cell.batch, fitted=fitted)
-    layout = Layout(0, cell.gpus, cell.gpus // cluster.per_node, cluster.per_node)
-    return {call.name: graph.seconds(call, layout) for call in PPO}
+    return {
+        name: _call_seconds(kind, LLAMA_2[cell.size if model in large else "7B"], cell, slowed, fitted)
+        for name, (model, kind) in PPO.items()
+    }
+
+
+def _call_seconds(kind: str, shape: ModelShape, cell: Cell, cluster: Cluster, fitted: Coefficients) -> float:
+    """Seconds of one call by ReaL's terms: 2p micro-batches in training and inference, p in generation."""
+    p, length = cluster.nodes, cell.prompt + cell.response
+    if kind == "generate":
+        model = CostModel(shape, cluster, tensor=cluster.per_node, pipeline=p, fitted=fitted)
+        contexts = cell.prompt + cell.response * (np.arange(4) + 0.5) / 4  # the context grows
+        token = float(np.mean([model.decode(cell.batch, context) for context in contexts]))
+        return _stage_seconds(shape, cluster, fitted, cell.batch / p, cell.prompt) * (2 * p - 1) + token * (
+            cell.response - 1
+        )
+    m = 2 * p
+    if kind == "infer":
+        return _stage_seconds(shape, cluster, fitted, cell.batch / m, length) * (p + m - 1)
+    # Four passes' compute and three passes' all-reduces: training repeats the forward pass.
+    stage = _stage_seconds(shape, cluster, fitted, cell.batch / (m * MINIBATCHES), length, work=4, talk=3)
+    update = 16.0 * shape.parameters / (cluster.devices * cluster.device.bandwidth * fitted.memory)
+    return MINIBATCHES * (stage * (p + m - 1) + update)
+
+
+def _stage_seconds(
+    shape: ModelShape, cluster: Cluster, fitted: Coefficients, rows: float, length: int, work: int = 1, talk: int = 1
+) -> float:
+    """Seconds of one micro-batch of ``rows`` sequences in one stage: ``work`` times the compute of a forward pass plus
+    ``talk`` times its all-reduces over the tensor-parallel ranks, or the host's launches if they take longer."""
+    p, t = cluster.nodes, cluster.per_node
+    compute = rows * forward_flops(shape, [length]) / (p * t * cluster.device.flops * fitted.compute)
+    size, layers = 2.0 * rows * length * shape.hidden, shape.layers / p
+    sums = 2 * all_reduce(cluster.link(t), t, size)
+    hop = size / t / cluster.inter.bandwidth + fitted.hop if p > 1 else 0.0
+    return max(work * compute + talk * (layers * sums + hop), work * layers * fitted.layer)
 
 
 def predict(cell: Cell, cluster: Cluster, coefficients: Mapping[str, float]) -> float:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.planner.costs import CostModel
-from asyncrlhf.planner.shapes import Workload, cluster_of
+from asyncrlhf.planner.shapes import ModelShape, Workload, cluster_of
 from asyncrlhf.planner.tables import Fitted
 from asyncrlhf.records.write.recorder import read_metrics
 from asyncrlhf.simulator.simulate import OVERRIDES, figures, simulate
-from asyncrlhf.simulator.templates import MODELS
 
+LLAMA_2_7B = ModelShape(32, 4096, 11008, 32000, 32, 32, 128)
 STEP, GENERATION, LOGPROBS, UPDATE = 365.0, 151.0, 70.0, 133.0  # seconds; 7B, 64 GPUs
 TOKENS = 64  # of every simulated response: the real lengths are not known
 PLAIN = ("batch_size=64", "num_generations=8", "generator.slots=64", f"generator.max_completion_length={TOKENS}")
@@ -21,7 +21,7 @@ PLAIN = ("batch_size=64", "num_generations=8", "generator.slots=64", f"generator
 
 def step(generation: float, training: float, *overrides: str) -> float:
     """Seconds a step of a run whose batches take so long in each phase; publishing as a 7B's on 64 H100."""
-    model = CostModel(MODELS["llama-2-7b"], cluster_of("H100", 64), ranks=64, layout="fsdp2", replicas=64)
+    model = CostModel(LLAMA_2_7B, cluster_of("H100", 64), ranks=64, layout="fsdp2", replicas=64)
     publish = {"snapshot": model.snapshot, "transfer": model.transfer, "load": model.load}
     costs = Fitted((generation / TOKENS, 0.0, 0.0), (training, 0.0), **publish)
     config = load_config(

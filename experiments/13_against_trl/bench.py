@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import json
 import os
 import subprocess
@@ -16,8 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from asyncrlhf.bench.measure import show, spread, tell, write
-from asyncrlhf.bench.overlap import QUIET, WARM_UP, alone
+from asyncrlhf.bench.measure import QUIET, show, spread, tell, write
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.models.checkpoint_folder import resolve
@@ -28,6 +28,7 @@ from asyncrlhf.stages.evaluation import evaluate
 
 from .endless import endless_checkpoint
 
+overlap = importlib.import_module("experiments.12_overlap.bench")
 HERE = Path(__file__).parent
 REWARDS = {"exact": None, "prefix": "prefix_match", "digits": "digits"}  # a function of scores.py, or the task's rule
 
@@ -43,7 +44,7 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--first-seed", type=int, default=0, help="of the first round; each later one has the next")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--fixed-length", action="store_true", help="every response has max_completion_length tokens")
-    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps left out at the head of each side")
+    parser.add_argument("--warm-up", type=int, default=overlap.WARM_UP, help="steps left out at the head of each side")
     parser.add_argument("--paged", action="store_true", help="TRL generates with transformers' continuous batching")
     parser.add_argument("--threads", type=int, default=2, help="threads of TRL; ours has one a side")
     parser.add_argument("--trl-minutes", type=float, default=60.0, help="after which a round of TRL counts as stuck")
@@ -77,7 +78,7 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
             theirs = trl_round(settings, options, Path(folder) / "trl")
             ours = our_round(settings, options, Path(folder) / "run")
             config = load_config(settings)
-            sides = [rate * config.batch_size for rate in asyncio.run(alone(config, options.warm_up))]
+            sides = [rate * config.batch_size for rate in asyncio.run(overlap.alone(config, options.warm_up))]
         limit = dict(zip(("generators_alone", "learner_alone"), sides, strict=True))
         rounds.append({"seed": seed, "trl": theirs, "asyncrlhf": ours | limit})
         print(

@@ -10,8 +10,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from asyncrlhf.bench.measure import show, spread, tell, write
-from asyncrlhf.bench.overlap import QUIET
+from asyncrlhf.bench.measure import QUIET, show, spread, tell, write
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.orchestrator.run import train
 from asyncrlhf.records.write.recorder import read_metrics

@@ -18,8 +18,7 @@ from typing import Any
 import ray
 
 from asyncrlhf.actors.worker import GeneratorSpec
-from asyncrlhf.bench.measure import show, spread, tell, write
-from asyncrlhf.bench.overlap import QUIET
+from asyncrlhf.bench.measure import QUIET, show, spread, tell, write
 from asyncrlhf.cluster.own_ray import OwnRay
 from asyncrlhf.cluster.ray_handles import RayGenerator
 from asyncrlhf.config.compose import load_config

@@ -21,8 +21,7 @@ from asyncrlhf.actors.annotator import RewardSpec
 from asyncrlhf.actors.messages import Collected, resolved
 from asyncrlhf.actors.where import available_cores, keep_to
 from asyncrlhf.actors.worker import GeneratorSpec
-from asyncrlhf.bench.measure import show, spread, tell, write
-from asyncrlhf.bench.overlap import QUIET
+from asyncrlhf.bench.measure import QUIET, show, spread, tell, write
 from asyncrlhf.cluster.handles import LONG_SECONDS
 from asyncrlhf.cluster.own_ray import OwnRay
 from asyncrlhf.cluster.ray_calls import START_SECONDS, ask

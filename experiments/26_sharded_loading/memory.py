@@ -88,7 +88,7 @@ def rank_job(pipe: Connection, rank: int, options: argparse.Namespace, port: int
 
     from asyncrlhf.actors.learner import LearnerSpec, load_models
     from asyncrlhf.data.data_config import ModelConfig
-    from asyncrlhf.learner.ranks.distributed import init_process_group
+    from asyncrlhf.learner.ranks import init_process_group
     from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
     from asyncrlhf.learner.settings.learner_config import LearnerConfig
     from asyncrlhf.learner.torch_backend import TorchBackend

@@ -132,7 +132,13 @@ class Replica:
             name: WeightsConfig(transport=name, checksum=False, bucket_mb=bucket_mb)
             for name in ("collective", "shared_memory")
         }
-        own = VllmConfig(block_size=32, kv_cache_gb=0.2, max_model_len=256, tensor_parallel_size=workers, dtype=dtype)
+        own = VllmConfig(
+            engine_kwargs={"block_size": 32},
+            kv_cache_gb=0.2,
+            max_model_len=256,
+            tensor_parallel_size=workers,
+            dtype=dtype,
+        )
         generator = GeneratorConfig(engine="vllm", slots=8, threads=0, vllm=own, ignore_eos=True)
         model, weights = ModelConfig(path=folder, dtype=dtype), self.settings["collective"]
         others = children()

@@ -27,7 +27,7 @@ def rank_of(rank: int, ranks: int, port: int, options: argparse.Namespace, pipe:
     import torch.distributed as dist
     import transformers
 
-    from asyncrlhf.learner.ranks.distributed import init_process_group
+    from asyncrlhf.learner.ranks import init_process_group
     from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
     from asyncrlhf.learner.settings.learner_config import BackendSpec, LearnerConfig
     from asyncrlhf.learner.torch_backend import TorchBackend

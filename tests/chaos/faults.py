@@ -12,7 +12,7 @@ from typing import Any
 
 from asyncrlhf.cluster.handles import LONG_SECONDS, AnnotatorHandle, GeneratorHandle, WorkerLostError, within
 from asyncrlhf.cluster.local_runtime import LocalAnnotator, LocalGenerator, LocalLearner, LocalRuntime, fetch_local
-from asyncrlhf.cluster.ranks import a_rank
+from asyncrlhf.cluster.ray_calls import a_rank
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.records.write.rollout_rows import write_part
 from asyncrlhf.transport.protocol import LostReceiversError
@@ -286,8 +286,8 @@ class FaultyAnnotator(Mortal, LocalAnnotator):
         except ReplicaError as error:
             self._deaths += 1
             self.thaw()
-            if self._deaths > self._spec.settings.max_restarts:
-                raise WorkerLostError(f"{error} It is not started again ({self._spec.kind}.max_restarts).") from error
+            if self._deaths > self._spec.max_restarts:
+                raise WorkerLostError(f"{error} It is not started again (max_restarts).") from error
             raise
         self._deaths = 0
         return answer

@@ -55,10 +55,9 @@ SCAN_SECONDS = 0.5  # between two looks at the processes, each of which costs so
 @contextmanager
 def one_ray(cpus: int) -> Iterator[tuple[str, psutil.Process]]:
     """A Ray that outlives the runs: its address, and this process, which all of its processes descend from."""
-    folder = tempfile.mkdtemp(prefix="ray-")
     for tries_left in reversed(range(RAY_STARTS)):  # Ray gives its node 30 s, which a crowded machine exceeds
         try:
-            own = OwnRay(cpus, 256 * 2**20, _temp_dir=folder)
+            own = OwnRay(cpus, 256 * 2**20)
             break
         except Exception as error:
             print(f"Ray did not start: {error}", flush=True)
@@ -68,7 +67,6 @@ def one_ray(cpus: int) -> Iterator[tuple[str, psutil.Process]]:
         yield own.address, psutil.Process()
     finally:
         own.stop()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def actors(keeper: psutil.Process | None) -> list[psutil.Process]:

@@ -150,7 +150,7 @@ def test_the_only_generator_comes_back_until_its_restarts_are_used_up(
     before_call(monkeypatch, RayGenerator, "receive", in_transfer)
     before(monkeypatch, RayGenerator, "collect", at_work)
     with pytest.raises(ReplicaError, match="no generator is left: generator-0 died after 2 restarts") as failure:
-        run(tmp_path, *FAKE, "steps=10", "async.mode=sync", "generator.max_restarts=2")
+        run(tmp_path, *FAKE, "steps=10", "async.mode=sync", "max_restarts=2")
     assert failure.value.exit_code == 1
     summary = read_summary(tmp_path)
     assert summary["exit_reason"].startswith("failed: no generator is left")
@@ -185,6 +185,7 @@ def test_a_generator_that_hangs_is_named_and_replaced(
 
 
 @pytest.mark.parametrize("method", ["receive", "load"])
+@pytest.mark.more_but("load")
 def test_a_transport_without_a_control_line_does_not_hang_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], method: str
 ) -> None:

@@ -20,7 +20,7 @@ from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.types import RolloutInfo
 from tests.chaos.simulation import Result, draw_config, seeds_of, simulate
 
-SEEDS = range(200)
+SEEDS = {"few": range(0, 200, 8), "all": range(200)}
 # What each of these seeds once showed; each fails without its repair.
 FOUND = {
     61: "an evaluation waited for a frozen generator that had no restart left",
@@ -35,11 +35,15 @@ def sentences(results: list[Result]) -> str:
     return "\n".join(f"seed {r.seed}: {r.broken} after {[str(f) for f in r.faults]}" for r in results if r.broken)
 
 
-def test_no_schedule_of_faults_breaks_a_promise() -> None:
-    results = [simulate(seed) for seed in SEEDS]
+@pytest.mark.more_but("few")
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_no_schedule_of_faults_breaks_a_promise(seeds: str) -> None:
+    results = [simulate(seed) for seed in SEEDS[seeds]]
     assert not any(r.broken for r in results), sentences(results)
     ends = [session.reason for r in results for session in r.sessions]
-    assert all(ends.count(reason) > 10 for reason in ("crashed", "failed", "interrupted")), "the faults do nothing"
+    assert all(ends.count(reason) > len(results) / 20 for reason in ("crashed", "failed", "interrupted")), (
+        "the faults do nothing"
+    )
     assert {f.kind for r in results for f in r.faults} >= {"kill", "hang", "late", "freeze", "duplicate", "unanswered"}
 
 
@@ -162,6 +166,7 @@ BUGS = (
 
 
 @pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.more_but(every=3)
 def test_planted_bugs_are_caught(bug: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     bug(monkeypatch)
     assert any(simulate(seed).broken for seed in seeds_of("0-59")), f"nobody noticed: {bug.__name__}"

@@ -60,10 +60,11 @@ class Clock:
     """Steps an engine the way a runtime does: on to ``wake_at`` when it is given, else by a tenth of a second."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.now = engine, 0.0
+        self.engine, self.now, self.tokens = engine, 0.0, 0
 
     def step(self, small: bool = False) -> list[Rollout | GenerationFailure]:
         output = self.engine.step(self.now)
+        self.tokens += output.tokens
         self.now = self.now + 0.1 if small or output.wake_at is None else output.wake_at
         return output.finished
 
@@ -92,46 +93,23 @@ def check_result(result: Rollout, longest: int, version: int) -> None:
     assert result.finish_reason == "stop" or length == longest
 
 
-def test_every_request_comes_back_once_though_slots_are_few(make_engine: MakeEngine) -> None:
+def test_every_request_comes_back_once_though_slots_are_few_and_others_run(make_engine: MakeEngine) -> None:
+    """Some of them arrive while others run; every sampled token is counted."""
     engine = make_engine(3)
-    engine.submit(make_requests(17))
-    assert engine.in_flight() == list(range(17))
-    done = Clock(engine).drain()
+    clock = Clock(engine)
+    engine.submit(make_requests(9))
+    with pytest.raises(ValueError, match="rollout 0"):
+        engine.submit(make_requests(1))
+    done = {result.rollout_id: result for result in clock.step(small=True)}
+    engine.submit(make_requests(8, first=9))
+    assert engine.in_flight() == [i for i in range(17) if i not in done]
+    done |= clock.drain()
     assert sorted(done) == list(range(17))
     for result in done.values():
         check_result(result, longest=10, version=0)
+    assert clock.tokens == sum(len(result.response_ids) for result in done.values())
     assert engine.in_flight() == []
     assert engine.step(1e6).finished == []
-
-
-def test_requests_may_arrive_while_others_run(make_engine: MakeEngine) -> None:
-    engine = make_engine(4)
-    clock = Clock(engine)
-    engine.submit(make_requests(3))
-    finished = [result.rollout_id for result in clock.step(small=True)]
-    engine.submit(make_requests(9, first=3))
-    finished += list(clock.drain())
-    assert sorted(finished) == list(range(12))
-
-
-def test_sampled_tokens_are_counted(make_engine: MakeEngine) -> None:
-    engine = make_engine(4)
-    engine.submit(make_requests(10))
-    tokens = length = 0
-    now = 0.0
-    while engine.in_flight():
-        output = engine.step(now)
-        tokens += output.tokens
-        length += sum(len(result.response_ids) for result in output.finished)
-        now = output.wake_at or now + 0.1
-    assert tokens == length
-
-
-def test_a_rollout_id_may_not_be_submitted_twice(make_engine: MakeEngine) -> None:
-    engine = make_engine(2)
-    engine.submit(make_requests(1))
-    with pytest.raises(ValueError, match="rollout 0"):
-        engine.submit(make_requests(1))
 
 
 def test_cancel_forgets_running_and_waiting_requests(make_engine: MakeEngine) -> None:
@@ -241,15 +219,12 @@ def test_seeds_decide_the_draws(make_engine: MakeEngine) -> None:
     assert len({tuple(respond(seed)) for seed in range(8)}) == 8
 
 
-def test_score_gives_one_logprob_less_than_tokens(make_engine: MakeEngine) -> None:
+def test_score_gives_one_logprob_less_than_tokens_and_close_forgets_everything(make_engine: MakeEngine) -> None:
     texts: Sequence[np.ndarray] = [np.arange(2, 9), np.array([3]), np.arange(4, 6), np.zeros(0, np.int64)]
-    scores = make_engine(2).score(texts)
+    engine = make_engine(2)
+    scores = engine.score(texts)
     assert [len(score) for score in scores] == [6, 0, 1, 0]
     assert all(score.dtype == np.float32 for score in scores)
-
-
-def test_close_forgets_everything(make_engine: MakeEngine) -> None:
-    engine = make_engine(2)
     engine.submit(make_requests(5))
     engine.step(0.0)
     engine.close()

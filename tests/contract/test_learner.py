@@ -68,20 +68,6 @@ def test_every_backend_is_held_to_this() -> None:
     assert {settings["backend"] for settings in SETTINGS.values()} == set(UPDATERS)
 
 
-def snapshot(learner: TorchBackend) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in learner.parameters().items()}
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_step_raises_the_version_by_one_and_moves_the_weights(make: Make, name: str) -> None:
-    learner = make(ALGORITHMS[name])
-    before = snapshot(learner)
-    assert learner.policy_version == 0
-    result = learner.train_step(random_batch())
-    assert learner.policy_version == 1 and not result.skipped and result.seconds > 0
-    assert any(not torch.equal(before[name], tensor) for name, tensor in learner.parameters().items())
-
-
 def test_a_learner_takes_no_room_for_gradients_that_its_model_lacks(make: Make) -> None:
     """DeepSpeed's own bucket takes 2 GB an engine, and the next fork of such a process, Ray's start, may be refused."""
     make().train_step(random_batch())  # what is imported and allocated once
@@ -138,6 +124,7 @@ def test_score_is_the_log_prob_at_temperature_one(make: Make) -> None:
         assert_close(found, expected.numpy(), atol=FLOAT32)
 
 
+@pytest.mark.more_but("torch", "zero3")
 def test_a_critic_elsewhere_gives_the_values_of_the_learners_own(make: Make) -> None:
     """From its tensors alone, after it has learned; who shards it cannot hand it out and is refused by the config."""
     learner, batch = make(ALGORITHMS["ppo with KL"], critic_learning_rate=1e-2), random_batch()
@@ -157,13 +144,22 @@ def test_a_critic_elsewhere_gives_the_values_of_the_learners_own(make: Make) -> 
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_resume_goes_on_bit_for_bit(make: Make, tmp_path: Path, name: str) -> None:
+@pytest.mark.more_but(every=5)
+def test_steps_move_the_weights_and_resume_goes_on_bit_for_bit(make: Make, tmp_path: Path, name: str) -> None:
+    """From a checkpoint whose model is one of transformers."""
     options = {"lr_schedule": "cosine", "warmup_steps": 2}
     learner = make(ALGORITHMS[name], **options)
     batches = [random_batch(seed=seed) for seed in range(5)]
-    for batch in batches[:3]:
-        learner.train_step(batch)
+    for version, batch in enumerate(batches[:3]):
+        before = {key: tensor.clone() for key, tensor in learner.parameters().items()}
+        assert learner.policy_version == version
+        result = learner.train_step(batch)
+        assert not result.skipped and result.seconds > 0
+        assert any(not torch.equal(before[key], tensor) for key, tensor in learner.parameters().items())
     learner.save(tmp_path)
+    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "model").named_parameters())
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in learner.parameters().items())
+    assert list((tmp_path / "model").glob("*.safetensors"))
     straight = [learner.train_step(batch).metrics for batch in batches[3:]]
     resumed = make(ALGORITHMS[name], **options)
     resumed.train_step(batches[0])
@@ -174,15 +170,7 @@ def test_resume_goes_on_bit_for_bit(make: Make, tmp_path: Path, name: str) -> No
     assert all(torch.equal(expected[key], tensor) for key, tensor in resumed.parameters().items())
 
 
-def test_the_saved_model_is_a_transformers_checkpoint(make: Make, tmp_path: Path) -> None:
-    learner = make()
-    learner.train_step(random_batch())
-    learner.save(tmp_path)
-    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "model").named_parameters())
-    assert all(torch.equal(loaded[key], tensor) for key, tensor in learner.parameters().items())
-    assert list((tmp_path / "model").glob("*.safetensors"))
-
-
+@pytest.mark.more_but("torch", "zero3")
 def test_a_checkpoint_that_does_not_fit_is_refused(make: Make, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is missing"):
         make().load(tmp_path)

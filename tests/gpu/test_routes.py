@@ -29,7 +29,7 @@ def test_vllm_tells_the_experts_of_each_token(tmp_path: Path, cache: CacheMode) 
     from asyncrlhf.engines.vllm.vllm_engine import VllmEngine
 
     model = ModelConfig(path=str(checkpoint(tmp_path / "model", hidden_size=64, head_dim=16)), dtype="float32")
-    own = VllmConfig(gpu_memory_utilization=0.2, max_model_len=128, enforce_eager=True)
+    own = VllmConfig(gpu_memory_utilization=0.2, max_model_len=128, engine_kwargs={"enforce_eager": True})
     config = GeneratorConfig(engine="vllm", gpus=1, slots=8, vllm=own)
     engine = VllmEngine(VllmCore(config, model, routes=True), slots=8)
     plain = load_model(model)

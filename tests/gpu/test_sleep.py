@@ -29,7 +29,9 @@ def make_engine(kind: str) -> Engine:
     from asyncrlhf.engines.vllm.core import VllmCore
     from asyncrlhf.engines.vllm.vllm_engine import VllmEngine
 
-    own = VllmConfig(enable_sleep_mode=True, gpu_memory_utilization=0.2, max_model_len=128, enforce_eager=True)
+    own = VllmConfig(
+        sleep_level=1, gpu_memory_utilization=0.2, max_model_len=128, engine_kwargs={"enforce_eager": True}
+    )
     return VllmEngine(VllmCore(GeneratorConfig(engine="vllm", gpus=1, slots=8, vllm=own), ModelConfig()), slots=8)
 
 

@@ -20,6 +20,7 @@ from asyncrlhf.cluster.forked_workers import ForkedWorkers
 from asyncrlhf.cluster.ray_runtime import RayRuntime
 from asyncrlhf.errors import AsyncRLHFError
 from tests import loop
+from tests.processes import ray_files
 
 KINDS = ("quick", "slow")  # of the nodes beside the head
 NODES, CPUS = 1 + len(KINDS), 2
@@ -106,4 +107,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    with ray_files():
+        main(Path(sys.argv[1]))

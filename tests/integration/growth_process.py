@@ -17,11 +17,12 @@ from asyncrlhf.cluster import ray_runtime
 from asyncrlhf.cluster.ray_handles import RayLearner
 from asyncrlhf.orchestrator.replicas import recovery
 from tests import loop
+from tests.processes import ray_files
 from tests.ray_run import before, until, watch
 
 STORE = 100 * 2**20
 RUN = (
-    "runtime=ray", "steps=24", "generator.max_replicas=2", "generator.max_restarts=1", "task.heldout_size=2",
+    "runtime=ray", "steps=24", "generator.max_replicas=2", "max_restarts=1", "task.heldout_size=2",
     "logging.progress=plain", "stall_timeout_seconds=60",
 )  # fmt: skip
 
@@ -69,4 +70,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    with ray_files():
+        main(Path(sys.argv[1]))

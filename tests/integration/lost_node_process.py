@@ -15,11 +15,12 @@ from ray.cluster_utils import Cluster
 
 from asyncrlhf.cluster.ray_handles import RayLearner
 from tests import loop
+from tests.processes import ray_files
 from tests.ray_run import before, watch
 
 RUN = (
     "runtime=ray", "cluster=interleave", "steps=14", "batch_size=16", "generator.replicas=2", "checkpoint.every=3",
-    "generator.max_restarts=1", "learner.max_restarts=1", "task.heldout_size=2", "stall_timeout_seconds=100",
+    "max_restarts=1", "task.heldout_size=2", "stall_timeout_seconds=100",
 )  # fmt: skip
 
 
@@ -54,4 +55,5 @@ def main(folder: Path, part: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    with ray_files():
+        main(Path(sys.argv[1]), sys.argv[2])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrlhf.cluster.local_runtime import LocalLearner
+from asyncrlhf.orchestrator import adaptive
 from asyncrlhf.records.show.progress import Progress
 from tests.integration.test_local_loop import interrupt_after
 from tests.loop import FAKE, run, train_nothing
@@ -23,14 +24,14 @@ ADAPTIVE = (
     "generator.fake.latency_median=0.05",
     "learner.virtual_step_seconds=0.1",
     "async=adaptive",
-    "async.adapt_every=2",
-    "async.adapt_patience=2",
 )
 
 
 def forced(monkeypatch: pytest.MonkeyPatch, ess: Callable[[int], float]) -> None:
     """Have the learner report this ESS, by the version that the step began with."""
     train_nothing(monkeypatch)
+    monkeypatch.setattr(adaptive, "STEPS", 2)
+    monkeypatch.setattr(adaptive, "GOOD_LOOKS", 2)
     original = LocalLearner.train
 
     async def train(self: LocalLearner, items: Sequence[Any]) -> Any:
@@ -46,6 +47,7 @@ def low_from_10_to_16(version: int) -> float:
 
 
 @pytest.mark.parametrize("policy", ["drop", "mask", "wait", "downweight"])
+@pytest.mark.more_but(every=4)
 def test_the_bound_shrinks_under_a_low_ess_and_grows_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
@@ -94,6 +96,7 @@ def test_a_good_ess_leaves_the_bound_alone(tmp_path: Path, monkeypatch: pytest.M
         ("async.over_stale=wait", "buffer.sampling=lifo"),
     ],
 )
+@pytest.mark.more_but(every=4)
 def test_the_least_bound_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: tuple[str, ...]) -> None:
     forced(monkeypatch, lambda version: 0.1 if version % 20 < 12 else 1.0)
     done = run(tmp_path, *ADAPTIVE, "steps=40", *extra)

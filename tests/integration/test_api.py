@@ -76,6 +76,7 @@ def test_rows_a_closure_and_callbacks_in_and_frames_out(tmp_path: Path) -> None:
     assert transformers.AutoModelForCausalLM.from_pretrained(run.model).num_parameters() > 0
 
 
+@pytest.mark.more
 def test_functions_of_a_notebook_travel(tmp_path: Path) -> None:
     """One of ``__main__`` is in no module that a worker could import."""
     given = "[mine, lambda completions, **_: [weight for _ in completions]]"
@@ -159,7 +160,7 @@ def test_values_are_written_in_hydras_grammar() -> None:
     given = {
         "name": "it's a, b", "steps": 3, "learner.learning_rate": 1e-5, "task.operations": ["+", "-"],
         "run_dir": "null", "logging.rollouts": False, "algorithm": "tis", "task.system_prompt": "",
-        "logging.wandb_notes": "a\\'b",
+        "logging.wandb_kwargs": {"notes": "a\\'b"},
     }  # fmt: skip
     config = load_config(api._overrides(given))
     assert config.name == "it's a, b" and config.run_dir == "null" and config.learner.learning_rate == 1e-5
@@ -181,7 +182,7 @@ def test_runs_are_loaded_as_frames_with_what_differs(tmp_path: Path) -> None:
 def test_evaluate_a_run_with_its_own_settings(tmp_path: Path) -> None:
     own = {"generator.engine": "hf", "generator.max_completion_length": 4}
     run = asyncrlhf.train(**small(tmp_path / "run", steps=1, overrides=own))
-    found = asyncrlhf.evaluate(run, overrides={"evaluation.samples_shown": 2})
+    found = asyncrlhf.evaluate(run, overrides={"evaluation.pass_k": [1]})
     assert found.figures["model"] == str(run.model) and found.figures["prompts"] == 4
     assert list(found.samples.columns[:2]) == ["prompt", "response"] and len(found.samples) > 0
 
@@ -197,6 +198,7 @@ def test_evaluate_a_run_with_its_own_settings(tmp_path: Path) -> None:
         assert set(found.samples.reward) == {1.5} and found.figures["reward_parts"]["easy"]["mean"] == 0.25
 
 
+@pytest.mark.more
 def test_a_sweep_comes_back_as_frames_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     lags = {

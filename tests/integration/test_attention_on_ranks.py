@@ -16,8 +16,7 @@ from asyncrlhf.learner.model.inputs import PackedInputs
 from asyncrlhf.learner.model.sequence import ContextParallel
 from asyncrlhf.learner.model.tensor_parallel import deal_out_model
 from asyncrlhf.learner.model.ulysses import Ulysses
-from asyncrlhf.learner.ranks.distributed import Peers
-from asyncrlhf.learner.ranks.mesh import Mesh
+from asyncrlhf.learner.ranks import Mesh, Peers
 from asyncrlhf.learner.updates.deepspeed_updater import _import_deepspeed
 from tests.numeric import assert_close
 from tests.unit.learner.ranks import run_ranks

@@ -83,8 +83,6 @@ def short(prompts, completions, **columns):
 number = 3
 """
 FILES = {
-    "empty.jsonl": "",
-    "broken.jsonl": '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2=" "answer": "4"}\n',
     "keyless.jsonl": '{"prompt": "1+1=", "answer": "2"}\n{"question": "2+2="}\n',
     "good.jsonl": "".join(json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) + "\n" for i in range(30)),
     "faulty_module.py": "import a_package_that_nobody_has\n",
@@ -100,9 +98,7 @@ BAD_INPUT = [
     ("model.path=./nowhere", ["model.path=./nowhere does not exist", "tiny, smollm2"]),
     ("model.path=nowhere-at-all", ["model.path=nowhere-at-all could not be loaded"]),
     ("model.path=no_model", ["model.path=no_model", "config.json"]),
-    ("task=prompts task.path=empty.jsonl", ["task.path=empty.jsonl holds no prompts"]),
     ("task=prompts task.path=nowhere.jsonl", ["task.path=nowhere.jsonl does not exist"]),
-    ("task=prompts task.path=broken.jsonl", ["broken.jsonl line 2 is not valid JSON"]),
     ("task=prompts task.path=keyless.jsonl", ["keyless.jsonl line 2", "'prompt'", "question"]),
     ("task=prompts task.path=good.jsonl task.max_prompt_length=4", ["line 1 ", "5 tokens", "max_prompt_length=4"]),
     ("task=prompts task.path=wide.jsonl", ["line 31 has 123 tokens", "128 tokens of context", "model.path=tiny"]),
@@ -154,36 +150,17 @@ def test_bad_input_is_one_sentence_before_anything_starts(
     assert files(here) == set(FILES) and not (here / "runs").exists()
 
 
-@pytest.mark.parametrize("typed", [("generator.gpus=1",), ("learner.gpus=0.5",), ("generator.gpus=1", "runtime=local")])
-def test_gpus_that_are_not_there_are_not_waited_for(
-    typed: tuple[str, ...], here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert main(["train", *typed]) == 2
-    said = sentence(capsys)
-    assert "gpus=" in said and "torch sees 0 on this machine" in said
-
-
 def shell(here: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "asyncrlhf", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=here, env=environment)
 
 
-@pytest.mark.parametrize(
-    ("typed", "words"),
-    [
-        ("train async.max_staleness=-1", "async.max_staleness=-1 is out of range; allowed: >= 0."),
-        ("train model.path=./nowhere", "model.path=./nowhere does not exist"),
-        ("train -m async.mode=sync,asink", "async.mode=asink is not known (did you mean async?)"),
-    ],
-)
-def test_a_shell_sees_exit_code_2_and_one_line(typed: str, words: str, here: Path) -> None:
+def test_a_shell_sees_exit_code_2_and_one_line(here: Path) -> None:
     """With the default runtime: Ray must not have been started for it."""
-    done = shell(here, *typed.split())
+    done = shell(here, "train", "-m", "async.mode=sync,asink")
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and words in done.stderr
+    assert done.stderr.count("\n") == 1 and "async.mode=asink is not known (did you mean async?)" in done.stderr
     assert files(here) == set(FILES) and not (here / "runs").exists()
 
 
@@ -238,6 +215,7 @@ def test_report_draws_a_finished_run(finished: Path, here: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("trouble", [OSError("the disk is full"), ConfigError("nothing to draw.")])
+@pytest.mark.more_but(every=2)
 def test_a_report_that_fails_is_said_and_fails_nothing(
     trouble: Exception, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,6 +273,7 @@ def test_evaluate_a_run_with_nonsense(
     assert [word for word in words if word not in said] == [], said
 
 
+@pytest.mark.more
 def test_a_sweep_has_a_folder_a_job_and_the_worst_exit_code(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One job's reward function fails its probe; the others run to their end."""
     conf = here / "conf" / "experiment"
@@ -329,7 +308,6 @@ def test_a_multirun_ends_in_one_report_of_all_and_its_folder_can_be_reported(
     out = capsys.readouterr().out
     assert f"Report: {sweep}/report/index.html" in out
     assert out.index("Job 1 of 2: seed=0\n") < out.index("Job 2 of 2: seed=1\n") < out.rindex("Report:")
-    assert "(2 seeds)." in out and "No speed is reported" in out
     assert "2 runs, drawn" in (sweep / "report" / "index.html").read_text()
     assert main(["report", str(sweep.parent), "--out", "all"]) == 0
     assert "2 runs, drawn" in (here / "all" / "index.html").read_text()

@@ -18,7 +18,7 @@ from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.types import TrainBatch
 from tests.numeric import assert_close
 from tests.truncated import with_sets
-from tests.unit.learner.ranks import STEPS, batches, build, curve, run_ranks, weights
+from tests.unit.learner.ranks import STEPS, assert_curve, batches, build, curve, run_ranks, weights
 from tests.unit.learner.worlds import VOCABULARY, random_batch
 
 SAVED_AFTER = 15
@@ -99,8 +99,7 @@ def test_two_ranks_make_two_steps_of_one_and_keep_half_of_the_activations() -> N
     for name, (algorithm, _) in QUICK.items():
         expected = curve(build(algorithm=algorithm), short()[:2])
         for rank in ranks:
-            for found, wanted in zip(rank[name], expected, strict=True):
-                assert_close(found, wanted, rtol=2e-3, atol=2e-4)
+            assert_curve(rank[name], expected, rtol=2e-3, atol=2e-4)
     assert_gradients(ranks[0]["still"], 4)
 
 
@@ -120,17 +119,14 @@ def test_two_ranks_make_the_curve_and_the_weights_of_one(two_ranks: list[dict[st
     expected = curve(alone, batches())
     for rank in two_ranks:
         assert len(rank["curve"]) == STEPS
-        for found, wanted in zip(rank["curve"], expected, strict=True):
-            assert_close(found, wanted, rtol=1e-3, atol=1e-4)
-            assert_close(found["loss"], wanted["loss"], atol=1e-4)
+        assert_curve(rank["curve"], expected)
         assert_close(rank["weights"], weights(alone), atol=1e-4)
     assert_gradients(two_ranks[0]["still"], STEPS)
     first, second = (rank["weights"] for rank in two_ranks)
     assert all(np.array_equal(first[key], second[key]) for key in first)
     resumed = build()  # in another layout: one rank that has all tokens
     resumed.load(folder)
-    for found, wanted in zip(curve(resumed, batches()[SAVED_AFTER:]), expected[SAVED_AFTER:], strict=True):
-        assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+    assert_curve(curve(resumed, batches()[SAVED_AFTER:]), expected[SAVED_AFTER:])
 
 
 @pytest.mark.thorough
@@ -139,9 +135,7 @@ def test_other_algorithms_and_shards_too(two_ranks: list[dict[str, Any]], name: 
     expected = curve(build(algorithm=CASES[name][0]), short())
     assert ["truncation_mass" in metrics for metrics in expected] == [False, True, True]
     for rank in two_ranks:
-        for found, wanted in zip(rank[name], expected, strict=True):
-            assert_close(found, wanted, rtol=2e-3, atol=2e-4)
-            assert_close(found["loss"], wanted["loss"], atol=1e-4)
+        assert_curve(rank[name], expected, rtol=2e-3, atol=2e-4)
 
 
 def four(rank: int) -> dict[str, Any]:
@@ -159,8 +153,7 @@ def test_four_ranks_in_rings_of_two_and_of_four() -> None:
     expected = curve(alone, batches())
     for rank in run_ranks(four, 4):
         for metrics, found in rank.values():
-            for step, wanted in zip(metrics, expected, strict=True):
-                assert_close(step, wanted, rtol=1e-3, atol=1e-4)
+            assert_curve(metrics, expected)
             assert_close(found, weights(alone), atol=1e-4)
 
 

@@ -12,9 +12,8 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
 from asyncrlhf.learner.settings.learner_config import LearnerConfig
 from asyncrlhf.types import TrainBatch
-from tests.numeric import assert_close
 from tests.truncated import with_sets
-from tests.unit.learner.ranks import batches, build, curve, run_ranks
+from tests.unit.learner.ranks import assert_curve, batches, build, curve, run_ranks
 from tests.unit.learner.worlds import VOCABULARY
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
@@ -53,9 +52,7 @@ def test_ranks_that_split_sequences_make_the_curve_of_one(four_ranks: list[dict[
     expected = curve(build(algorithm=CASES[name][0]), given())
     assert ["truncation_mass" in metrics for metrics in expected] == [False, True, True]
     for rank in four_ranks:
-        for found, wanted in zip(rank[name], expected, strict=True):
-            assert_close(found, wanted, rtol=2e-3, atol=2e-4)
-            assert_close(found["loss"], wanted["loss"], atol=1e-4)
+        assert_curve(rank[name], expected, rtol=2e-3, atol=2e-4)
 
 
 @pytest.mark.parametrize(

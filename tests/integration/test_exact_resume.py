@@ -21,7 +21,12 @@ MODES = {
     "drain": ("async.max_staleness=3", "async.on_weight_update=drain", "weights.publish_every=2"),
     "interrupt": ("async.max_staleness=3", "async.on_weight_update=interrupt", "async.over_stale=wait"),
     "paced": ("async.max_staleness=3", "async.pacing=just_in_time"),
-    "replay": ("async.max_staleness=6", "buffer.replay_fraction=1", "buffer.max_reuse=3", "buffer.sampling=priority"),
+    "replay": (
+        "async.max_staleness=6",
+        "buffer.replay_fraction=1",
+        "buffer.max_reuse=3",
+        "buffer.sampling=reward_spread",
+    ),
 }
 FAKED = (*FAKE, *TAIL, "generator.replicas=3", "learner.virtual_step_seconds=0.1", "steps=14", "checkpoint.every=4")
 SAMPLED = ("batch_size=32", "learner.learning_rate=1e-4", "steps=5", "checkpoint.every=2", "generator.slots=24")
@@ -68,6 +73,7 @@ QUICK = ("sync", "async", "interrupt")  # fixed_lag: tests/integration/test_loca
 
 
 @pytest.mark.parametrize("mode", [m if m in QUICK else pytest.param(m, marks=pytest.mark.thorough) for m in MODES])
+@pytest.mark.more_but("async")
 def test_killed_runs_end_as_unbroken_ones(tmp_path: Path, mode: str) -> None:
     options = (*FAKED, *MODES[mode], "checkpoint.resume=auto")
     whole = run(tmp_path / "whole", *options)

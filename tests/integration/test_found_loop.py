@@ -27,7 +27,7 @@ def test_no_answer_goes_on_after_an_end_token_or_holds_an_id_that_no_text_has(
 ) -> None:
     config = found(tmp_path / "model", rows=200)
     edit(tmp_path / "model" / "generation_config.json", eos_token_id=[EOS, 5, 7])
-    more = ("algorithm.kl=loss", "algorithm.beta=0.1", "logging.rollout_tokens=16", f"reference.where={reference}")
+    more = ("algorithm.kl=loss", "algorithm.beta=0.1", "logging.rollout_tokens=16", f"reference={reference}")
     made = run(tmp_path / "run", f"model.path={config.path}", *HF, f"algorithm={algorithm}", *more)
     texts = made.rollouts.set_index("rollout_id").response
     tokens = pd.read_parquet(made.folder / "rollout_tokens")

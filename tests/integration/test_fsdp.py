@@ -17,7 +17,7 @@ from asyncrlhf.errors import CheckpointError, ConfigError
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
 from asyncrlhf.learner.settings.learner_config import LearnerConfig
 from tests.numeric import assert_close
-from tests.unit.learner.ranks import batches, build, curve, run_ranks, skips, weights
+from tests.unit.learner.ranks import assert_curve, batches, build, curve, run_ranks, skips, weights
 
 SAVED_AFTER = 15
 SHORT: dict[str, tuple[AlgorithmConfig, dict[str, Any]]] = {
@@ -76,18 +76,14 @@ def test_two_ranks_make_the_curve_of_one_plain_rank(
     two_ranks: list[dict[str, Any]], alone: list[dict[str, float]]
 ) -> None:
     for rank in two_ranks:
-        for found, expected in zip(rank["curve"], alone, strict=True):
-            assert_close(found, expected, rtol=1e-3, atol=1e-4)
-            assert_close(found["loss"], expected["loss"], atol=1e-4)
-            assert_close(found["entropy"], expected["entropy"], atol=1e-4)
+        assert_curve(rank["curve"], alone)
 
 
 @pytest.mark.parametrize("name", SHORT)
 def test_other_algorithms_too(two_ranks: list[dict[str, Any]], name: str) -> None:
     expected = curve(build(algorithm=SHORT[name][0]), batches(SHORT_STEPS))
     for rank in two_ranks:
-        for found, wanted in zip(rank[name], expected, strict=True):
-            assert_close(found, wanted, rtol=2e-3, atol=2e-4)
+        assert_curve(rank[name], expected, rtol=2e-3, atol=2e-4)
 
 
 def test_gradients_are_dealt_out_once_an_update_where_that_is_asked_for(two_ranks: list[dict[str, Any]]) -> None:
@@ -100,12 +96,10 @@ def test_a_resumed_run_makes_the_same_curve_with_two_ranks_and_with_one(
 ) -> None:
     expected = two_ranks[0]["curve"][SAVED_AFTER:]
     for rank in two_ranks:
-        for found, step in zip(rank["resumed"], expected, strict=True):
-            assert_close(found, step, rtol=1e-6, atol=1e-7)
+        assert_curve(rank["resumed"], expected, rtol=1e-6, atol=1e-7)
     alone = build(sharding="fsdp2")
     alone.load(folder)
-    for found, step in zip(curve(alone, batches()[SAVED_AFTER:]), expected, strict=True):
-        assert_close(found, step, rtol=1e-3, atol=1e-4)
+    assert_curve(curve(alone, batches()[SAVED_AFTER:]), expected)
 
 
 def test_the_export_is_what_was_published(two_ranks: list[dict[str, Any]], folder: Path) -> None:

@@ -147,6 +147,7 @@ def assert_one_history(done: Finished, batch: int = 16, steps: int = STEPS) -> l
     ],
 )
 @pytest.mark.usefixtures("imitated")
+@pytest.mark.more_but(every=3)
 def test_the_run_goes_on_from_its_newest_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, version: int, after: bool
 ) -> None:
@@ -187,6 +188,7 @@ def test_what_was_not_sampled_by_an_undone_version_is_kept(tmp_path: Path, monke
     ],
 )
 @pytest.mark.usefixtures("imitated")
+@pytest.mark.more_but(every=3)
 def test_deaths_in_every_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]) -> None:
     """In the midst of a step, then again beyond it; both times back to a checkpoint."""
     struck = strike(monkeypatch, "train", 5, 8)
@@ -235,7 +237,7 @@ def test_a_fault_that_comes_back_ends_the_run_with_its_first_cause(
 ) -> None:
     struck = strike(monkeypatch, "train", 4, 7, 7, 7)
     with pytest.raises(ReplicaError, match=r"^learner-0 died: struck in train.* died 3 times at step 7 .*restarts=2"):
-        run(tmp_path, *COMMON, "checkpoint.every=3", "learner.max_restarts=2")
+        run(tmp_path, *COMMON, "checkpoint.every=3", "max_restarts=2")
     assert struck == [4, 7, 7, 7], "a death before a step that was done since does not count"
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["exit_reason"].startswith("failed: learner-0 died: struck in train")

@@ -13,7 +13,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize("part", ["learner", "reward"])
 def test_what_sat_on_a_lost_node_starts_on_another_and_the_run_ends_whole(tmp_path: Path, part: str) -> None:

@@ -160,6 +160,7 @@ def moved(rank: int, folder: Path) -> list[Any]:
     return found
 
 
+@pytest.mark.more
 def test_a_checkpoint_of_shards_goes_on_in_another_sharded_layout(tmp_path: Path) -> None:
     tensors = len(dict(model("llama").named_parameters()))
     for rank in run_ranks(moved, 2, tmp_path):
@@ -198,6 +199,7 @@ FOUR: dict[str, tuple[str, AlgorithmConfig, dict[str, Any], int]] = {
 QUICK_FOUR = {name: (*FOUR[name][:3], SHORT) for name in ("context x tensor", "pipeline x tensor")}
 
 
+@pytest.mark.more
 def test_a_few_steps_of_four_ranks_in_two_dimensions_are_those_of_one(tmp_path: Path) -> None:
     check(run_ranks(job, 4, 4, QUICK_FOUR, tmp_path), QUICK_FOUR, tmp_path)
 

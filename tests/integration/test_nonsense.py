@@ -1,4 +1,7 @@
-"""Two hundred nonsense inputs, with those of test_config and test_cli: one sentence, exit code 2, nothing started."""
+"""Nonsense of every kind: one sentence, exit code 2, nothing started.
+
+Values out of range and words that are no choice: tests/unit/config/test_settings_list.py has them of every setting.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,6 @@ import ray
 from asyncrlhf.cli.main import main
 from asyncrlhf.models.checkpoint_folder import resolve
 from asyncrlhf.orchestrator import run as run_module
-from tests.integration.test_cli import BAD_INPUT
-from tests.unit.config.test_config import NONSENSE
 
 CODE = """
 import torch
@@ -75,19 +76,7 @@ LOSS = "algorithm.loss.target="
 REWARD = "reward.kind=python reward.target="
 TRAIN = [
     # counts, names, paths
-    ("generator.replicas=100000", "generator.replicas=100000 is out of range; allowed: >= 1 and <= 10000."),
     ("generator.groups={a:{replicas:100000}}", "generator.groups.a.replicas=100000 is out of range"),
-    ("batch_size=1000000000", "batch_size=1000000000 is out of range; allowed: >= 1 and <= 10000000."),
-    ("generator.slots=1000000000", "generator.slots=1000000000 is out of range"),
-    ("learner.ranks=1000000", "learner.ranks=1000000 is out of range"),
-    ("reward.workers=1000000", "reward.workers=1000000 is out of range"),
-    ("reference.workers=1000000", "reference.workers=1000000 is out of range"),
-    ("critic.workers=1000000", "critic.workers=1000000 is out of range"),
-    ("generator.threads=100000", "generator.threads=100000 is out of range"),
-    ("generator.gpus=1e9", "generator.gpus=1000000000.0 is out of range"),
-    ("steps=99999999999999999999", "steps=99999999999999999999 is out of range"),
-    ("async.max_staleness=99999999999999", "async.max_staleness=99999999999999 is out of range"),
-    ("fusion.max_batch=99999999999999", "fusion.max_batch=99999999999999 is out of range"),
     ("name=..", "name='..' must be a folder's name"),
     ("name=.", "name='.' must be a folder's name"),
     ("name=/", "name='/' must be a folder's name"),
@@ -100,59 +89,23 @@ TRAIN = [
     ("checkpoint.resume=a\x00b", "a\\x00b"),
     ("checkpoint.resume=good.jsonl", "checkpoint.resume=good.jsonl holds no checkpoint"),
     # numbers
-    ("learner.weight_decay=-inf", "learner.weight_decay=-inf"),
-    ("algorithm.epsilon=nan", "algorithm.epsilon=nan is out of range"),
     ("stall_timeout_seconds=inf", "stall_timeout_seconds=inf is out of range"),
-    ("stall_timeout_seconds=0.001", "stall_timeout_seconds=0.001 is out of range; allowed: >= 1 and <= 2592000.0."),
-    ("cluster.start_timeout_seconds=1e-5", "cluster.start_timeout_seconds=1e-05 is out of range; allowed: >= 1 and"),
-    ("generator.virtual_step_seconds=1e300", "generator.virtual_step_seconds=1e+300 is out of range"),
-    ("generator.fake.latency_median=1e300", "generator.fake.latency_median=1e+300 is out of range"),
-    ("generator.fake.latency_sigma=1000", "generator.fake.latency_sigma=1000.0 is out of range"),
-    ("generator.fake.length_mean=1e12", "generator.fake.length_mean=1000000000000.0 is out of range"),
-    ("learner.virtual_step_seconds=1e300", "learner.virtual_step_seconds=1e+300 is out of range"),
     ("model.lora.r=1000000", "model.lora.r=1000000 is over the model's hidden size; allowed: at most 128."),
     ("run_dir=folder_run", "run_dir=folder_run cannot be used: its status.json is a folder, and no file."),
     *((f"run_dir=file_run_{name}", f"run_dir=file_run_{name} cannot be used: its {name} is a file") for name in PLACES),
     ("checkpoint.resume='~/no_such_run'", f"checkpoint.resume={Path.home()}/no_such_run holds no checkpoint"),
-    ("reward.timeout_seconds=1e30", "reward.timeout_seconds=1e+30 is out of range; allowed: > 0 and <= 2592000.0."),
     ("reward=http reward.http.url=http://localhost:9/x reward.http.retries=2147483647", "reward.http.retries=21474836"),
-    ("reward=http reward.http.url=http://localhost:9/x reward.http.backoff_seconds=1e30", "backoff_seconds=1e+30 is"),
-    ("weights.bucket_mb=1e-30", "weights.bucket_mb=1e-30 is out of range; allowed: >= 0.0001 and <= 100000."),
-    ("weights.timeout_seconds=1e-30", "weights.timeout_seconds=1e-30 is out of range; allowed: >= 1"),
-    ("weights.slowest_mb_s=1e-30", "weights.slowest_mb_s=1e-30 is out of range"),
-    ("ray.object_store_mb=2147483647", "ray.object_store_mb=2147483647 is out of range; allowed: >= 80"),
-    ("fusion.max_wait_ms=1e9", "fusion.max_wait_ms=1000000000.0 is out of range; allowed: >= 0 and <= 60000."),
-    ("fusion.cache_tokens=99999999999", "fusion.cache_tokens=99999999999 is out of range"),
-    ("algorithm.num_iterations=2147483647", "algorithm.num_iterations=2147483647 is out of range"),
-    ("algorithm.advantage_shift=-1e30", "algorithm.advantage_shift=-1e+30 is out of range; allowed: >= -2147483647"),
     ("logging.wandb_project=a/b", "logging.wandb_project='a/b' is no name of a W&B project"),
-    ("max_failure_fraction=2", "max_failure_fraction=2.0"),
     ("seed=1e3", "seed=1000.0"),
     ("seed=0x10", "seed=0x10"),
-    ("async.lag=x", "async.lag=x"),
     ("eval_every=often", "eval_every=often"),
     ("generator.slots=null", "generator.slots=null"),
     ("task.operations=[/]", "task.operations=/ is not known"),
     ("task.operations=[]", "task.operations is empty"),
-    ("buffer.capacity=8", "buffer.capacity=8 cannot hold one batch"),
     # combinations
-    ("async=sync async.adaptive=true", "async.adaptive=true has no bound to move"),
-    ("async=sync buffer.max_reuse=2", "buffer.max_reuse=2 breaks the exact schedule"),
-    ("async=one_step async.max_staleness=0", "async.max_staleness=0 contradicts async.mode=one_step"),
-    ("async=one_step async.max_staleness=1", "async.max_staleness=1 contradicts async.mode=one_step"),
-    ("async=sync async.lag=0", "async.lag=0 contradicts async.mode=sync, which itself sets it to 0"),
-    ("async=fill async.lag=0", "async.lag=0 contradicts async.mode=async, which has none"),
     ("weights.disk_path='~/x'", f"weights.disk_path={Path.home()}/x is used only by weights.transport=disk"),
     ("weights.transport=disk weights.disk_path=a\x00b", "a\\x00b"),
-    ("generator.vllm.kv_cache_gb=1e30", "generator.vllm.kv_cache_gb=1e+30 is out of range"),
-    ("generator.vllm.tensor_parallel_size=2147483647", "tensor_parallel_size=2147483647 is out of range"),
-    ("reward.sandbox.memory_gb=1e30", "reward.sandbox.memory_gb=1e+30 is out of range"),
-    ("reward.sandbox.cpu_seconds=1e30", "reward.sandbox.cpu_seconds=1e+30 is out of range"),
-    ("reward.model_timeout_seconds=1e30", "reward.model_timeout_seconds=1e+30 is out of range"),
-    ("learner.learning_rate=1e30", "learner.learning_rate=1e+30 is out of range; allowed: >= 0 and <= 2147483647."),
     ("logging.wandb_project=", "logging.wandb_project='' is no name of a W&B project"),
-    ("async=fixed_lag async.lag=2 async.max_staleness=4", "async.max_staleness=4 contradicts async.mode=fixed_lag"),
-    ("async.min_staleness=2 async.adaptive=true", "async.adaptive=true has no room"),
     ("learner.sharding=fsdp2 model.lora.r=2", "model.lora.r=2 does not work with"),
     ("learner.zero_stage=2", "learner.zero_stage=2 needs learner.backend=deepspeed"),
     ("learner.ranks=64", "learner.ranks=64 makes 64 shares"),
@@ -161,7 +114,7 @@ TRAIN = [
     ("learner.ranks=2 learner.expert_parallel_size=2", "has no expert-parallel plan for a model of the kind llama"),
     ("learner.ranks=5 learner.pipeline_parallel_size=5", "is more than the model's 4 decoder layers"),
     ("algorithm.beta=0.1", "algorithm.beta=0.1 has no effect under the other settings of algorithm=decoupled_grpo"),
-    ("algorithm=rloo algorithm.epsilon=0.3", "allowed: algorithm.coef=clip or geoclip, or epsilon=0.2"),
+    ("algorithm=rloo algorithm.epsilon=0.3", "allowed: algorithm.coef=clip, geoclip or dprob, or epsilon=0.2"),
     ("algorithm.minibatches=17", "algorithm.minibatches=17 is more than the 16 groups"),
     ("generator.top_p=0.9 generator.engine=vllm", "generator.top_p=0.9"),
     # data
@@ -235,15 +188,9 @@ OTHERS = [
     ("sft sft.path=deep.jsonl", "deep.jsonl line 1 is not valid JSON"),
     ("sft sft.path=blank.jsonl", "sft.path=blank.jsonl holds no rows"),
     ("sft sft.path=texts.jsonl model.path=cut_model", "model.safetensors is cut off"),
-    ("sft sft.path=texts.jsonl sft.num_train_epochs=0", "sft.num_train_epochs=0.0 is out of range"),
-    ("sft sft.path=texts.jsonl sft.num_train_epochs=1e30", "sft.num_train_epochs=1e+30 is out of range"),
-    ("sft sft.path=texts.jsonl sft.gradient_accumulation_steps=2147483647", "accumulation_steps=2147483647 is out of"),
-    ("preferences preferences.num_prompts=2147483647", "preferences.num_prompts=2147483647 is out of range"),
-    ("sft sft.path=texts.jsonl sft.learning_rate=nan", "sft.learning_rate=nan"),
     ("reward-model reward_model.path=pairs.jsonl", "reward_model.path=pairs.jsonl"),
     ("reward-model reward_model.path=nowhere.jsonl", "reward_model.path=nowhere.jsonl does not exist"),
     ("reward-model", "reward_model.path is empty"),
-    ("preferences preferences.num_generations=1", "preferences.num_generations=1 is out of range"),
     ("preferences preferences.noise=white", "preferences.noise=white is not known"),
     ("preferences model.path=cut_model", "model.safetensors is cut off"),
     ("evaluate run=run", "run=run"),
@@ -259,17 +206,13 @@ OTHERS = [
     ("report run", "metrics.jsonl"),
     ("report sweep", "sweep.json"),
     ("watch good.jsonl", "good.jsonl is a file"),
-    ("watch one two", "watch takes one run or folder, not 2"),
-    ("watch --fast", "--fast is not an option of watch"),
     ("bench", "nothing is not a benchmark"),
-    ("bench weigths", "did you mean weights?"),
     ("bench overlap stpes=1", "stpes is not a setting"),
     ("bench overlap --rounds=x", "--rounds"),
     ("doctor stpes=1", "stpes is not a setting"),
     ("doctor generator.gpus=many", "generator.gpus=many"),
     ("doctor --everything", "--everything is not an option"),
     ("schema nothing", "nothing"),
-    ("sweep seeds=100000", "sweep.seeds=100000 is out of range"),
     ("sweep sweep.parts=3", "sweep.parts=3"),
     ("sweep sweep.parts={a:{overrides:3}}", "sweep.parts.a.overrides"),
     ("sweep async=sync async.max_staleness=2,4", "no job of the sweep can run"),
@@ -309,11 +252,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return here
 
 
-def test_there_are_two_hundred() -> None:
-    assert len(CASES) >= 200 and len(CASES) + len(NONSENSE) + len(BAD_INPUT) >= 300
-
-
 @pytest.mark.parametrize(("typed", "words"), CASES, ids=[ascii(typed)[1:70] for typed, _ in CASES])
+@pytest.mark.more_but(every=4)
 def test_nonsense_is_one_sentence_and_nothing_starts(
     typed: str, words: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

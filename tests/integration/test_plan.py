@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,8 @@ from asyncrlhf.planner.ranking import Subject, estimate
 from asyncrlhf.planner.shapes import ModelShape, Workload, catalogue, nodes_for
 from asyncrlhf.planner.tables import Fitted
 from asyncrlhf.simulator.given import changed
-from asyncrlhf.simulator.plan import SimulatedRuns, Task, simulated_run
+from asyncrlhf.simulator.plan import SimulatedRuns, Task, simulated_run, this_machine
 from asyncrlhf.simulator.plan_files import experiment
-from asyncrlhf.simulator.plan_space import clusters_of
 from tests.browser import CHROMIUM, Browser
 from tests.unit.report.test_page import TOO_WIDE, WIDTHS
 
@@ -76,15 +74,14 @@ def test_a_long_plan_says_how_far_it_is_and_a_short_one_says_nothing(capsys: pyt
     assert capsys.readouterr().err == "2 of at most 40 runs are simulated; the shortest step so far takes 0.2 s.\n"
 
 
-@pytest.mark.parametrize("command", ["simulate", "plan", "profile"])
-def test_a_run_too_short_for_costs_is_one_sentence(
-    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.more_but(every=3)
+def test_a_run_too_short_for_costs_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = ["runtime=local", "steps=12", "batch_size=16", "num_generations=4", "task.heldout_size=8", "logging=quiet"]
-    train(load_config([*run, f"run_dir={tmp_path}/run"]))
-    assert main([command, "--from", f"{tmp_path}/run"]) == 2
-    said = capsys.readouterr().err
-    assert said == f"asyncrlhf: {tmp_path}/run is too short: costs need steps=20 or more, and it has 12.\n"
+    train(load_config([*run, "generator.engine=fake", f"run_dir={tmp_path}/run"]))
+    for command in ("simulate", "plan", "profile"):
+        assert main([command, "--from", f"{tmp_path}/run"]) == 2
+        said = capsys.readouterr().err
+        assert said == f"asyncrlhf: {tmp_path}/run is too short: costs need steps=20 or more, and it has 12.\n"
 
 
 @pytest.mark.parametrize("command", ["simulate", "plan", "profile"])
@@ -132,11 +129,13 @@ def test_two_groups_of_devices_name_the_nodes_of_each_side(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "cut",
     [
-        {"learner.tensor_parallel_size": 2, "learner.sharding": "fsdp2"}, {"learner.context_parallel_size": 2},
-        {"learner.pipeline_parallel_size": 2, "learner.sharding": "none"},
+        {"learner.tensor_parallel_size": 2, "learner.sharding": "fsdp2"},
+        pytest.param({"learner.context_parallel_size": 2}, marks=pytest.mark.thorough),
+        pytest.param({"learner.pipeline_parallel_size": 2, "learner.sharding": "none"}, marks=pytest.mark.thorough),
         {"learner.backend": "deepspeed", "learner.zero_stage": 2, "learner.sequence_parallel_size": 2},
     ],
 )  # fmt: skip
+@pytest.mark.more_but(every=4)
 def test_a_learner_may_have_more_ranks_than_a_batch_has_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: dict[str, Any]
 ) -> None:
@@ -189,9 +188,7 @@ def test_the_closed_forms_agree_with_the_controller(tmp_path: Path, bound: int, 
     costs = Fitted((0.01, 0.001, 0.0), (training, 0.0), snapshot=0.1, transfer=0.3, load=0.2)
     work = Workload(8.0, 40.0, 0.8, 400)
     layout = Layout("auto", slots=16, batch_size=16, max_staleness=bound)
-    subject = Subject(
-        ModelShape(1, 8, 8, 8, 1, 1, 8), work, 4, clusters_of(Namespace(gpus=None, cores=2)), layout, costs
-    )
+    subject = Subject(ModelShape(1, 8, 8, 8, 1, 1, 8), work, 4, (this_machine(2),), layout, costs)
     words = ["num_generations=4", "generator.max_completion_length=400", "task.max_prompt_length=32"]
     task = Task(compose_config(words, None), subject, Space([], [], [], {}), gpus=False)
     found = simulated_run(task, layout, 0, tmp_path / "run")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from asyncrlhf.planner.tables import Fitted
 from asyncrlhf.simulator.cost_runtime import CostRuntime
 from asyncrlhf.simulator.cost_world import Conditions, World
 from asyncrlhf.simulator.measure import QUIET, Measured, facts_of, measure
-from asyncrlhf.simulator.plan_space import clusters_of
+from asyncrlhf.simulator.plan import this_machine
 from asyncrlhf.simulator.simulate import OVERRIDES
 
 WORDS = ("batch_size=16", "num_generations=4", "generator.slots=16", "generator.max_completion_length=64")
@@ -63,8 +62,7 @@ def test_the_costs_of_the_parts_are_found() -> None:
 def replicas_enough(costs: Fitted) -> int:
     """The fewest replicas of four whose step is within 1% of the quickest, by the planner's closed forms."""
     work, layout = Workload(8.0, 64.0, 0.0, 64), Layout("auto", slots=16, batch_size=16, max_staleness=2)
-    cores = clusters_of(Namespace(gpus=None, cores=8))
-    subject = Subject(ModelShape(1, 8, 8, 8, 1, 1, 8), work, 4, cores, layout, costs)
+    subject = Subject(ModelShape(1, 8, 8, 8, 1, 1, 8), work, 4, (this_machine(8),), layout, costs)
     steps = [estimate(replace(layout, replicas=n), subject).step for n in range(1, 5)]
     return next(n for n, step in enumerate(steps, 1) if step <= 1.01 * min(steps))
 

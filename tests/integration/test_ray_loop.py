@@ -80,7 +80,7 @@ def test_two_learner_ranks_train_as_one_until_one_dies(tmp_path: Path, monkeypat
             died_at.append(time.monotonic())
 
     before(monkeypatch, RayLearner, "train", kill_second)
-    options = (*SMALL, "async.mode=sync", "weights.audit_every=1", "learner.max_restarts=0")
+    options = (*SMALL, "async.mode=sync", "weights.audit_every=1", "max_restarts=0")
     with pytest.raises(ReplicaError, match="learner-1 died"):
         run(tmp_path / "two", *options, "steps=8", "learner.ranks=2")
     assert time.monotonic() - died_at[0] < 60, "the end took too long"

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.loop import FAKE, QUIET
 from tests.processes import lives
@@ -69,6 +70,7 @@ sys.exit(main(["train", *sys.argv[1:]]))
 """
 
 
+@pytest.mark.more
 def test_a_second_signal_ends_rays_start_at_once(tmp_path: Path) -> None:
     command = [sys.executable, "-c", TWICE, f"run_dir={tmp_path}", *FAKE, *QUIET]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=2 * SECONDS)
@@ -87,6 +89,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 """
 
 
+@pytest.mark.more
 def test_ray_leaves_a_process_its_handlers(tmp_path: Path) -> None:
     command = [sys.executable, "-c", AFTERWARDS]
     done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=2 * SECONDS)

@@ -49,6 +49,7 @@ own.stop()
 """
 
 
+@pytest.mark.more
 def test_each_driver_of_one_ray_gets_workers_of_its_own_job() -> None:
     command = [sys.executable, "-c", KEEPER, DRIVER]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

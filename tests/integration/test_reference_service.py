@@ -55,6 +55,7 @@ def assert_trained_alike(a: Finished, b: Finished) -> None:
 @pytest.mark.parametrize(
     "place", [pytest.param(p, marks=[pytest.mark.thorough] if p == "token reward" else []) for p in PLACES]
 )
+@pytest.mark.more_but(every=3)
 def test_the_training_is_that_of_the_learners_own_reference(
     tmp_path: Path, learners: list[TorchBackend], place: str
 ) -> None:

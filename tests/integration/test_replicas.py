@@ -33,6 +33,7 @@ def share_of(done: Finished, name: str, since: int = 0) -> float:
 
 
 @pytest.mark.parametrize("over_stale", ["drop", pytest.param("wait", marks=pytest.mark.thorough)])
+@pytest.mark.more
 def test_a_replica_30_times_slower_costs_the_fast_ones_nothing(tmp_path: Path, over_stale: str) -> None:
     common = (*GENERATION_BOUND, "steps=40", f"async.over_stale={over_stale}")
     two = run(tmp_path / "two", *common, "generator.replicas=2")
@@ -49,6 +50,7 @@ def test_a_replica_30_times_slower_costs_the_fast_ones_nothing(tmp_path: Path, o
     assert trained <= 20, "what the slow one makes is over the bound, but for the rollouts that were waited for"
 
 
+@pytest.mark.more
 def test_without_pacing_a_wait_for_the_slow_one_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above is worth something: the same run, when nobody judges the replicas, is far slower."""
     monkeypatch.setattr(Pacing, "_judge", lambda *_: None)
@@ -73,6 +75,7 @@ def test_a_replica_that_runs_empty_has_no_other_judged(tmp_path: Path, monkeypat
     assert judged[0] <= 4 * done.summary["ledger"]["admitted"]
 
 
+@pytest.mark.more
 def test_a_slow_replica_that_can_finish_in_time_has_its_share(tmp_path: Path) -> None:
     """Eight replicas, one three times slower; the learner takes longer for a step than the slow one for a rollout."""
     done = run(
@@ -85,6 +88,7 @@ def test_a_slow_replica_that_can_finish_in_time_has_its_share(tmp_path: Path) ->
     assert done.trained.staleness.max() <= 2
 
 
+@pytest.mark.more
 def test_a_replica_that_recovers_gets_work_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def heal(runtime: LocalRuntime) -> None:
         def strike() -> None:

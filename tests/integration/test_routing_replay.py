@@ -85,6 +85,7 @@ def check(found: list[Any], cases: dict[str, Any]) -> None:
             assert_close(found[0][name][1][key], tensor, atol=1e-4, what=f"{name} {key}")
 
 
+@pytest.mark.more
 def test_two_ranks_follow_the_experts_as_one_does() -> None:
     check(run_ranks(job, 2, 2, CASES), CASES)
 
@@ -119,6 +120,7 @@ def test_a_run_follows_the_generators_experts_and_reports_how_often_they_changed
     assert all("routes_changed" not in row for row in free.metrics)
 
 
+@pytest.mark.more
 def test_waiting_rollouts_keep_their_experts_over_a_kill(tmp_path: Path, moe: Path) -> None:
     late = ("async.mode=fixed_lag", "async.lag=2", "checkpoint.every=2", "checkpoint.resume=auto")
     options = (*REPLAY, f"model.path={moe}", *late)
@@ -135,7 +137,7 @@ def test_waiting_rollouts_keep_their_experts_over_a_kill(tmp_path: Path, moe: Pa
 REFUSED = {
     "generator.engine=fake": r"generator\.engine=fake does not report them; allowed: engine=hf",
     "generator.engine=vllm": r"generator\.gpus=0 with engine=vllm, which cannot on a CPU, does not",
-    "generator.engine=vllm generator.gpus=1 generator.vllm.enable_prefix_caching=false": "vllm.enable_prefix_caching=f",
+    "generator.engine=vllm generator.gpus=1 generator.vllm.engine_kwargs={enable_prefix_caching:false}": "_caching=f",
     "generator.engine=vllm generator.gpus=2 generator.vllm.pipeline_parallel_size=2": "vllm.pipeline_parallel_size=2",
     "generator.engine=vllm generator.gpus=1 generator.stop=[x]": r"generator\.stop=\['x'\] with engine=vllm",
     "generator.groups={a:{engine:hf},b:{engine:fake}}": r"generator\.engine=fake does not report",

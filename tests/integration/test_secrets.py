@@ -46,7 +46,7 @@ def settings(url: str) -> list[str]:
         f"reward.http.url={quoted(address)}",
         "reward.http.token_env=PLANTED_TOKEN",
         "reward.http.retries=0",
-        "logging.wandb_notes='by ${oc.env:PLANTED_PATH}'",
+        "logging.wandb_kwargs={notes:'by ${oc.env:PLANTED_PATH}'}",
         f"task.chat_template_kwargs={{service_key:{OPTION}}}",
     ]
 
@@ -68,7 +68,7 @@ def test_no_file_of_a_run_and_no_line_shows_a_planted_secret(
 
     with serving(some) as server:
         words = [*FAKE, "runtime=local", "steps=8", *settings(server.url), "task.heldout_size=8", f"run_dir={tmp_path}"]
-        words = [word for word in words if "wandb_notes" not in word and "chat_template" not in word]
+        words = [word for word in words if "wandb_kwargs" not in word and "chat_template" not in word]
         monkeypatch.setattr("sys.argv", ["asyncrlhf", "train", *words])
         assert main(["train", *words, "logging.wandb=offline", "logging.progress=plain"]) == 1, "its rewards fail"
     assert server.paths[0] == f"/{PATH_PART}/score?api_key={QUERY}"
@@ -108,11 +108,11 @@ def test_a_config_that_is_shown_hides_what_is_secret_and_nothing_else() -> None:
     assert config.reward.http.url == f"http://me:{PASSWORD}@host:80/{PATH_PART}/score?api_key={QUERY}"
     shown = to_plain(config)
     assert shown["reward"]["http"]["url"] == f"http://{HIDDEN}@host:80/${{oc.env:PLANTED_PATH}}/score?api_key={HIDDEN}"
-    assert shown["logging"]["wandb_notes"] == "by ${oc.env:PLANTED_PATH}"
+    assert shown["logging"]["wandb_kwargs"] == {"notes": "by ${oc.env:PLANTED_PATH}"}
     assert shown["task"]["chat_template_kwargs"] == {"service_key": HIDDEN}
-    del shown["reward"], shown["logging"]["wandb_notes"], shown["task"]["chat_template_kwargs"]
+    del shown["reward"], shown["logging"]["wandb_kwargs"], shown["task"]["chat_template_kwargs"]
     plain = to_plain(load_config([]))
-    del plain["reward"], plain["logging"]["wandb_notes"], plain["task"]["chat_template_kwargs"]
+    del plain["reward"], plain["logging"]["wandb_kwargs"], plain["task"]["chat_template_kwargs"]
     assert shown == plain
 
 
@@ -126,7 +126,7 @@ def test_what_was_hidden_is_not_read_back_as_a_value(tmp_path: Path) -> None:
     given = ["reward.http.url=http://other:81/", "task.chat_template_kwargs.service_key=new"]
     config = config_of_run(tmp_path, given)
     assert config.reward.http.url == "http://other:81/"
-    assert config.logging.wandb_notes == f"by {PATH_PART}", "what came out of the environment does so again"
+    assert config.logging.wandb_keywords["notes"] == f"by {PATH_PART}", "what came out of the environment does so again"
 
 
 def test_a_sweep_writes_no_secret_and_a_changed_one_is_another_job(tmp_path: Path) -> None:

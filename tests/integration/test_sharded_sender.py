@@ -21,8 +21,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from asyncrlhf.learner.ranks.distributed import Shards
-from asyncrlhf.learner.ranks.spans import Part
+from asyncrlhf.learner.ranks import Part, Shards
 from asyncrlhf.transport.build_transport import build_receiver, build_sender, lay_out
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.transport.receiver import WeightReceiver
@@ -207,6 +206,7 @@ def drained(receiver: HeldBack, ticket: Ticket) -> Any:
     return {}
 
 
+@pytest.mark.more
 def test_rank_0_needs_one_bucket_beside_its_own_parts() -> None:
     most = run_ranks(measure, 2, 2)[0]
     # A bucket of 8 MB and rank 1's half of it; the receiver in the same process has at most two buckets, and the
@@ -265,6 +265,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("fault", ENDS)
+@pytest.mark.more_but(every=3)
 def test_a_fault_during_a_publish_ends_it_with_a_sentence(fault: str, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     with suppress(EOFError):  # of a killed rank

@@ -90,7 +90,7 @@ def test_the_lane_of_a_killed_replica_ends_and_those_of_eight_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meddle(monkeypatch, kill_at(0.6))  # type: ignore[arg-type]
-    run(tmp_path, *FAKE, "steps=16", "generator.replicas=8", "generator.max_restarts=0")
+    run(tmp_path, *FAKE, "steps=16", "generator.replicas=8", "max_restarts=0")
     lanes = lanes_of(tmp_path)
     assert sum(part.startswith("generator-") for part in lanes) == 8
     killed, others = lanes.pop("generator-0"), [lane for part, lane in lanes.items() if part.startswith("generator-")]

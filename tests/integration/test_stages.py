@@ -69,11 +69,8 @@ def tuned(data: Path) -> Path:
 @pytest.fixture(scope="module")
 def judge(data: Path, tuned: Path) -> Path:
     run = data / "rm"
-    settings = (
-        f"reward_model.path={data / 'pairs.jsonl'}",
-        "reward_model.num_train_epochs=2",
-        f"model.path={tuned}/model",
-    )
+    pairs = f"reward_model.path={data / 'pairs.jsonl'}"
+    settings = (pairs, "reward_model.num_train_epochs=2", f"model.path={tuned}/model")
     held = ("reward_model.heldout_fraction=0.2", "reward_model.learning_rate=5e-4")
     assert main(["reward-model", *settings, *held, *QUIET, f"run_dir={run}"]) == 0
     return run
@@ -89,23 +86,16 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 def test_sft_leaves_a_model_that_does_what_it_was_shown(tuned: Path) -> None:
     found = summary(tuned)
-    assert found["exit_reason"] == "done" and found["data"] == {
-        "path": found["data"]["path"],
-        "train": 90,
-        "heldout": 10,
-    }
+    assert found["exit_reason"] == "done" and (found["data"]["train"], found["data"]["heldout"]) == (90, 10)
     assert found["heldout"]["after"]["loss"] < 0.1 < found["heldout"]["before"]["loss"]
     assert found["heldout"]["after"]["perplexity"] == pytest.approx(np.exp(found["heldout"]["after"]["loss"]))
     assert {".lock", "config.yaml", "metrics.jsonl", "model", "summary.json"} == {path.name for path in tuned.iterdir()}
     rows = metrics(tuned)
-    assert [row["step"] for row in rows] == sorted(row["step"] for row in rows) and rows[-1]["step"] == found[
-        "steps"
-    ] == 36
+    steps = [row["step"] for row in rows]
+    assert steps == sorted(steps) and steps[-1] == found["steps"] == 36
     assert rows[0]["step"] == 0 and "heldout_loss" in rows[0] and "heldout_loss" in rows[-1]
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(tuned / "model"),
-        AutoTokenizer.from_pretrained(tuned / "model"),
-    )
+    model = AutoModelForCausalLM.from_pretrained(tuned / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tuned / "model")
     text = tokenizer("3+5=", return_tensors="pt")
     said = model.generate(**text, max_new_tokens=4, do_sample=False)[0, text.input_ids.shape[1] :].tolist()
     assert said == [*tokenizer("7", add_special_tokens=False).input_ids, tokenizer.eos_token_id]
@@ -176,7 +166,9 @@ def test_evaluate_with_what_the_stages_made(
     assert found["reward_mean"] == pytest.approx(np.mean(rewards))
 
 
-def test_a_judge_decides_the_win_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_judge_decides_the_win_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A fake behind an OpenAI-compatible server: right sums get 9, wrong ones 3; of one answer it cannot tell."""
     lost: list[str] = []
 
@@ -189,20 +181,15 @@ def test_a_judge_decides_the_win_rate(tmp_path: Path, capsys: pytest.CaptureFixt
         return {"choices": [{"message": {"content": said}}]}
 
     with serving(judge) as server:
-        options = (
-            "reward.kind=judge",
-            "reward.judge.engine=http",
-            "reward.judge.model=m",
-            f"reward.http.url={server.url}",
-        )
-        text = ("reward.judge.template='{prompt}|{response}'", "reward.judge.concurrency=1")
+        monkeypatch.setattr("asyncrlhf.rewards.judge.QUESTIONS_AT_ONCE", 1)
+        engine = ("reward.judge.engine=http", "reward.judge.model=m", f"reward.http.url={server.url}")
+        text = ("reward.judge.template='{prompt}|{response}'",)
         small = ("task.heldout_size=12", "evaluation.against=answers", f"run_dir={tmp_path}", *QUIET)
-        assert main(["evaluate", *options, *text, *small]) == 0
+        assert main(["evaluate", "reward.kind=judge", *engine, *text, *small]) == 0
     found = json.loads((tmp_path / "evaluation.json").read_text())
     assert "win rate against answers" in capsys.readouterr().out
-    assert (
-        len(found["samples"]) == 11 and found["failed"] == 1 and lost[0] not in {s["prompt"] for s in found["samples"]}
-    )
+    assert len(found["samples"]) == 11 and found["failed"] == 1
+    assert lost[0] not in {s["prompt"] for s in found["samples"]}
     right = [s["response"] == s["answer"] for s in found["samples"]]
     assert 0 < sum(right) < 11, "the tiny model knows some sums"
     assert [s["reward"] for s in found["samples"]] == [9.0 if r else 3.0 for r in right]
@@ -223,7 +210,12 @@ def test_train_takes_the_model_and_the_reward_model(tuned: Path, judge: Path, da
 def test_an_interrupted_stage_goes_on_to_the_same_weights(
     data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = [f"sft.path={data / 'sft.jsonl'}", "sft.max_steps=6", "sft.logging_steps=1", "sft.learning_rate=1e-3"]
+    settings = [
+        f"sft.path={data / 'sft.jsonl'}",
+        "sft.max_steps=6",
+        "sft.trainer_kwargs={logging_steps:1}",
+        "sft.learning_rate=1e-3",
+    ]
     assert main(["sft", *settings, *QUIET, f"run_dir={data}/whole"]) == 0
     log = StageRecord.log
 
@@ -268,12 +260,8 @@ def test_packed_rows_do_not_see_each_other(data: Path) -> None:
     losses = []
     for packing in ("false", "true"):
         run = data / f"packing-{packing}"
-        settings = (
-            f"sft.path={data / 'sft.jsonl'}",
-            "sft.max_steps=1",
-            "sft.logging_steps=1",
-            f"sft.packing={packing}",
-        )
+        keywords = f"sft.trainer_kwargs={{logging_steps:1,packing:{packing}}}"
+        settings = (f"sft.path={data / 'sft.jsonl'}", "sft.max_steps=1", keywords)
         size = ("sft.per_device_train_batch_size=100", "sft.max_length=64", "sft.heldout_fraction=0")
         assert main(["sft", *settings, *size, *QUIET, f"run_dir={run}"]) == 0
         losses.append(metrics(run)[0]["loss"])
@@ -303,21 +291,13 @@ def test_conversations_where_the_end_token_is_padding(data: Path) -> None:
     def turn(role: str, text: str) -> list[dict[str, str]]:
         return [{"role": role, "content": text}]
 
-    rows = [
-        {
-            "prompt": turn("user", f"{a}+{b}="),
-            "chosen": turn("assistant", str(a + b)),
-            "rejected": turn("assistant", f"no {a}"),
-        }
-        for a, b in SUMS
-    ]
-    file = write(data / "talk.jsonl", rows)
-    settings = (
-        f"reward_model.path={file}",
-        "reward_model.max_steps=4",
-        f"model.path={data}/chat",
-        f"run_dir={data}/talk",
-    )
+    def pair(a: int, b: int) -> dict[str, Any]:
+        right, wrong = (turn("assistant", text) for text in (str(a + b), f"no {a}"))
+        return {"prompt": turn("user", f"{a}+{b}="), "chosen": right, "rejected": wrong}
+
+    file = write(data / "talk.jsonl", [pair(a, b) for a, b in SUMS])
+    steps = (f"reward_model.path={file}", "reward_model.max_steps=4")
+    settings = (*steps, f"model.path={data}/chat", f"run_dir={data}/talk")
     assert main(["reward-model", *settings, "reward_model.heldout_fraction=0.16", *QUIET]) == 0
     found = summary(data / "talk")
     assert found["data"]["heldout"] == 16
@@ -338,13 +318,15 @@ def test_conversations_where_the_end_token_is_padding(data: Path) -> None:
 TALK = [{"role": "user", "content": "1+1="}]
 BAD = [
     ("sft", "sft.path=", [], ["sft.path is empty"]),
-    ("sft", "sft.path={}", [{"question": "1+1="}], ["has the columns question", "prompt and completion"]),
-    ("sft", "sft.path={}", [{"text": "1"}, {"text": ""}], ["row 2 has no text in the column 'text'"]),
-    ("sft", "sft.path={}", [{"text": "1"}], ["holds 1 prompt", "sft.heldout_fraction=0.1"]),
     ("sft", "sft.path={}", [{"messages": TALK}] * 2, ["tokenizer of model.path=tiny has no chat template"]),
-    ("sft", "sft.path={} sft.assistant_only_loss=true", [{"text": "1"}] * 2, ["assistant_only_loss=true is for mess"]),
+    (
+        "sft",
+        "sft.path={} sft.trainer_kwargs={{assistant_only_loss:true}}",
+        [{"text": "1"}] * 2,
+        ["assistant_only_loss is for mess"],
+    ),
     ("sft", "sft.path={} sft.max_steps=0", [{"text": "1"}], ["sft.max_steps=0 is out of range", "-1"]),
-    ("sft", "sft.path={} sft.packingg=true", [{"text": "1"}], ["did you mean sft.packing?"]),
+    ("sft", "sft.path={} sft.max_lenght=9", [{"text": "1"}], ["did you mean sft.max_length?"]),
     ("sft", "sft.path={} model.path=./nowhere", [{"text": "1"}] * 2, ["model.path=./nowhere does not exist"]),
     ("sft", "sft.path={} sft.mixed_precision=float16", [{"text": "1"}], ["float16 needs a GPU"]),
     (
@@ -362,12 +344,6 @@ BAD = [
     (
         "reward-model",
         "reward_model.path={}",
-        [{"chosen": "1"}],
-        ["has the columns chosen; needed: prompt and chosen"],
-    ),
-    (
-        "reward-model",
-        "reward_model.path={}",
         [{"prompt": f"{i}+1=", "chosen": "1", "rejected": "1"} for i in range(9)],
         ["prefers nothing: in every row chosen and rejected are the same"],
     ),
@@ -377,7 +353,6 @@ BAD = [
         [{"prompt": f"{i}+1=", "chosen": "1", "rejected": "2"} for i in range(9)],
         ["no row that leaves anything to train on within reward_model.max_length=5"],
     ),
-    ("reward-model", "reward_model.center_rewards_coefficient=-1", [], ["center_rewards_coefficient=-1", ">= 0"]),
 ]
 
 
@@ -400,10 +375,3 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
     assert [word for word in words if word not in sentence] == [], said.err
     assert sentence.startswith("asyncrlhf: ") and said.out == "" and "Traceback" not in said.err
     assert not list(tmp_path.glob("runs/*/*"))
-
-
-def test_report_draws_what_the_trainers_logged(tuned: Path, judge: Path) -> None:
-    for run, titles in ((tuned, ("Loss", "Token accuracy")), (judge, ("Loss", "Accuracy", "Margin", "Scores"))):
-        assert main(["report", str(run), "--out", str(run.parent / f"report-{run.name}")]) == 0
-        page = (run.parent / f"report-{run.name}" / "index.html").read_text()
-        assert [title for title in titles if f"<b>{title}</b>" not in page] == []

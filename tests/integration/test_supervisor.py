@@ -10,6 +10,7 @@ import signal
 from functools import wraps
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from asyncrlhf.cluster.local_runtime import LocalRuntime
 from asyncrlhf.errors import ReplicaError, StallError
 from asyncrlhf.orchestrator.learning.learn import LearnLoop
 from asyncrlhf.orchestrator.rollouts.heldout import HeldOut, Measured
+from asyncrlhf.orchestrator.state import RunState
+from asyncrlhf.orchestrator.supervisor import Supervisor
 from asyncrlhf.records.write import status
 from asyncrlhf.records.write.run_lock import RunLock
 from tests.loop import FAKE, meddle, run
@@ -305,6 +308,13 @@ def test_the_status_of_a_process_that_is_gone_frozen_or_blocked(
     assert "its process ended without a summary" in told(tmp_path, capsys)
 
 
+def test_before_the_first_progress_nothing_has_stood_still() -> None:
+    """The clock of a machine that has been up for hours says nothing of a run that is only starting."""
+    starting: Any = SimpleNamespace(now=lambda: 16228.4, last_progress=RunState.last_progress)
+    nothing: Any = None
+    assert Supervisor(starting, nothing, nothing, (), tuple).still == 0.0
+
+
 def test_a_folder_that_is_no_run_has_no_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for given in ([], ["a", "b"], ["--live"], [str(tmp_path)], [str(tmp_path / "nothing")]):
         assert main(["status", *given]) == 2
@@ -333,7 +343,7 @@ def test_a_stall_in_an_evaluation_is_not_said_to_be_of_the_batch(
 
 def test_a_hang_in_an_evaluation_is_one_death_under_its_own_cause(tmp_path: Path) -> None:
     """The end of the process that was replaced is no death of the replica that replaced it."""
-    frozen = ("generator.fake.latency_median=86400", "generator.fake.latency_sigma=0", "generator.max_restarts=2")
+    frozen = ("generator.fake.latency_median=86400", "generator.fake.latency_sigma=0", "max_restarts=2")
     with pytest.raises(ReplicaError, match=r"died after 2 restarts .*Cause: generator-0 did not answer gener"):
         run(tmp_path, *FAKE, *frozen, "generator.fake.tail_probability=1", "stall_timeout_seconds=1e6")
     lines = (tmp_path / "journal.jsonl").read_text().splitlines()

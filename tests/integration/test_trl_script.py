@@ -55,7 +55,7 @@ def test_it_trains_and_rewards_are_those_of_the_functions(tmp_path: Path, chatty
 
 def test_a_rollout_of_no_opinion_is_left_out_and_no_failure(tmp_path: Path, chatty: str) -> None:
     target = "reward.target=tests.reward_functions:no_opinion_of_odd_sums"
-    done = run(tmp_path / "run", *SMALL, *DATA, chatty, target, "reward.on_failure=stop", "async.mode=async")
+    done = run(tmp_path / "run", *SMALL, *DATA, chatty, target, "max_failure_fraction=0", "async.mode=async")
     done.assert_ledger_whole()
     ledger = done.summary["ledger"]
     assert ledger["dropped"]["untrainable"] > 0 and sum(ledger["failed"].values()) == 0

@@ -60,6 +60,7 @@ class Diary:
     ("mode", "engine"),
     [("sync", "fake"), ("one_step", "fake"), ("async", "fake"), ("fixed_lag", "fake"), ("async", "hf")],
 )
+@pytest.mark.more_but(every=3)
 def test_nobody_samples_on_the_learners_device_while_it_trains(
     mode: str, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,6 +87,7 @@ def test_nobody_samples_on_the_learners_device_while_it_trains(
     assert done.trained.staleness.max() <= bound
 
 
+@pytest.mark.more
 def test_each_side_leaves_the_device_for_the_other_and_trains_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

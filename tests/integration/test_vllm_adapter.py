@@ -54,6 +54,7 @@ class Policy:
         return own_logprobs(self.model(torch.from_numpy(text)[None]).logits[0], text)
 
 
+@pytest.mark.more_but(every=2)
 def test_each_load_in_flight_leaves_the_adapted_model_and_the_base_as_it_was(tiny: TinyVllm) -> None:
     """Twelve adapters one after the other, with sequences under way: the newest one alone is applied."""
     engine, policy = tiny.engine(6), Policy(tiny)
@@ -138,9 +139,9 @@ def test_an_adapter_that_does_not_fit_is_named_and_leaves_nothing(
     right = policy.version(2)
     name = next(iter(right))
     wrong = {
-        f"{name} is missing": {n: t for n, t in right.items() if n != name},
-        "strange.lora_A.default.weight is unknown": right | {"strange.lora_A.default.weight": torch.zeros(2, 2)},
-        rf"{name} is \(5, 32\) instead of \(2, 32\)": right | {name: torch.zeros(5, 32)},
+        f"missing: {name}": {n: t for n, t in right.items() if n != name},
+        "unknown: strange.lora_A.default.weight": right | {"strange.lora_A.default.weight": torch.zeros(2, 2)},
+        rf"wrong shape: {name} is \(5, 32\) instead of \(2, 32\)": right | {name: torch.zeros(5, 32)},
     }
     for said, tensors in wrong.items():
         with pytest.raises(WeightSyncError, match=f"adapter of version 2 is not that of model.lora: {said}"):

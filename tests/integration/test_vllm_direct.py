@@ -45,7 +45,9 @@ class Pair:
     """A learner's sender and one replica, whose ``workers`` are its receivers."""
 
     def __init__(self, model: Any, path: str, workers: int, transport: str) -> None:
-        own = VllmConfig(block_size=32, kv_cache_gb=0.05, max_model_len=128, tensor_parallel_size=workers)
+        own = VllmConfig(
+            engine_kwargs={"block_size": 32}, kv_cache_gb=0.05, max_model_len=128, tensor_parallel_size=workers
+        )
         generator = GeneratorConfig(engine="vllm", slots=6, threads=0, vllm=own)
         weights = WeightsConfig(transport=transport, bucket_mb=0.02, checksum=True, timeout_seconds=60)
         self.model, self.pool = model, ThreadPoolExecutor(2)

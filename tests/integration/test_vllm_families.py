@@ -14,8 +14,7 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.engines.generator_config import GeneratorConfig, VllmConfig
 from asyncrlhf.engines.vllm.core import VllmCore
 from asyncrlhf.engines.vllm.vllm_engine import VllmEngine
-from asyncrlhf.models.miniature import build_miniature, miniature_config
-from asyncrlhf.models.shrinking import WINDOW
+from asyncrlhf.models.miniature import WINDOW, build_miniature, miniature_config
 from tests.numeric import FLOAT32, assert_close
 from tests.vllm_tiny import finish, needs_vllm, own_logprobs, requests
 
@@ -32,7 +31,9 @@ def test_samples_have_the_log_probs_of_plain_passes(family: str, tmp_path: Path)
     model = build_miniature(shape)
     model.save_pretrained(tmp_path)
     model.set_attn_implementation("eager")
-    own = VllmConfig(block_size=32, kv_cache_gb=0.05, max_model_len=128, max_num_batched_tokens=512)
+    own = VllmConfig(
+        engine_kwargs={"block_size": 32, "max_num_batched_tokens": 512}, kv_cache_gb=0.05, max_model_len=128
+    )
     engine = VllmEngine(
         VllmCore(GeneratorConfig(engine="vllm", slots=32, vllm=own), ModelConfig(path=str(tmp_path))), slots=32
     )

@@ -23,7 +23,6 @@ def test_the_tiny_model_judges_as_transformers_does(tiny_model_path: Path) -> No
     """The arithmetic model as judge: asked for a sum it answers a number, which the pattern reads."""
     config = JudgeConfig(
         model=str(tiny_model_path), template="{response}", pattern=r"^\s*(\d+)", high=1e6, max_tokens=8,
-        chat_template=False, kv_cache_gb=0.05, dtype="float32",
     )  # fmt: skip
     questions = ["12+34=", "7+5=", "98+1=", "="]
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)

@@ -54,7 +54,7 @@ def reference(model: torch.nn.Module, text: np.ndarray) -> np.ndarray:
 @pytest.mark.usefixtures("ray_local")
 def test_two_workers_in_a_ray_actor_compute_what_one_model_does(tmp_path: Path) -> None:
     model = load_model(ModelConfig())
-    own = VllmConfig(block_size=32, kv_cache_gb=0.05, max_model_len=128, tensor_parallel_size=2)
+    own = VllmConfig(engine_kwargs={"block_size": 32}, kv_cache_gb=0.05, max_model_len=128, tensor_parallel_size=2)
     config = GeneratorConfig(engine="vllm", slots=4, threads=0, vllm=own)
     weights = WeightsConfig(transport="object_store")
     spec = GeneratorSpec("generator-0", config, ModelConfig(), "ray", weights)
@@ -100,7 +100,7 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.engines.generator_config import GeneratorConfig, VllmConfig
 from asyncrlhf.engines.vllm.core import VllmCore
 
-own = VllmConfig(block_size=32, kv_cache_gb=0.05, max_model_len=128, tensor_parallel_size=2)
+own = VllmConfig(engine_kwargs={"block_size": 32}, kv_cache_gb=0.05, max_model_len=128, tensor_parallel_size=2)
 core = VllmCore(GeneratorConfig(engine="vllm", slots=4, threads=0, vllm=own), ModelConfig())
 print("stands", flush=True)
 signal.pause()

@@ -13,7 +13,7 @@ from asyncrlhf.types import SamplingParams
 from tests.truncated import renormalised, sampled, sets_of
 from tests.vllm_tiny import VOCABULARY, TinyVllm, needs_vllm, own_logprobs
 
-pytestmark = needs_vllm
+pytestmark = [*needs_vllm, pytest.mark.more]
 
 SAMPLED = 14  # of VOCABULARY
 AGREE = 1e-4  # the float32 rounding of vLLM's forward pass and transformers'

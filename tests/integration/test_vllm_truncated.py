@@ -19,7 +19,7 @@ from asyncrlhf.types import SamplingParams
 from tests.truncated import renormalised, sampled, scored, sets_of
 from tests.vllm_tiny import VOCABULARY, TinyVllm, needs_vllm
 
-pytestmark = needs_vllm
+pytestmark = [*needs_vllm, pytest.mark.more]
 
 TOP_K = SamplingParams(12, temperature=0.6, top_k=6)
 # The float32 rounding of vLLM's forward pass and transformers'.

@@ -16,6 +16,8 @@ from tests.references.isolated import Peers, named, require
 from tests.references.layout import assert_equal, batches, our_gradient, packed, padded, per_token, tables
 from tests.unit.algorithms.batches import gradient
 
+pytestmark = pytest.mark.more
+
 CLIP = COEFFICIENTS["clip"](0.2, 0.28)
 THEIR_CLIP = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
 

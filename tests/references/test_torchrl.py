@@ -12,6 +12,8 @@ from tests.references.isolated import Peers, named, require
 from tests.references.layout import assert_equal, batches, packed
 from tests.unit.algorithms.batches import RaggedBatch
 
+pytestmark = pytest.mark.more
+
 
 @pytest.fixture(autouse=True)
 def installed() -> None:

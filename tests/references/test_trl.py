@@ -76,6 +76,7 @@ def sequence_advantages(batch: RaggedBatch) -> Any:
 
 
 @pytest.mark.parametrize("case", LOSSES, ids=lambda case: named("trl", case))
+@pytest.mark.more_but(every=4)
 def test_gradient_of_the_policy_loss(ask: Peers, case: str) -> None:
     trainer, settings, rule, switches = LOSSES[case]
     for batch in batches():

@@ -19,6 +19,8 @@ from tests.references.isolated import Peers, named, require
 from tests.references.layout import assert_equal, batches, our_gradient, packed, padded, per_token, tables
 from tests.unit.algorithms.batches import gradient
 
+pytestmark = pytest.mark.more
+
 LENGTH = 16  # Dr. GRPO's constant
 
 # verl's vanilla loss always has a dual clip, at 3 unless set; it takes part in every case below.

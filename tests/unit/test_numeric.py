@@ -79,6 +79,7 @@ SCOPE = ("-o", "asyncio_default_fixture_loop_scope=function")  # pytest-asyncio 
 
 
 @pytest.mark.parametrize("processes", [(), ("--numprocesses=1",)], ids=["one process", "xdist"])
+@pytest.mark.more
 def test_margins_fails_thin_ones_and_shows_the_worst(pytester: pytest.Pytester, processes: tuple[str, ...]) -> None:
     pytester.makepyfile(TESTS)
     options = ("-p", "tests.numeric", "-o", f"pythonpath={Path(__file__).parents[2]}", *SCOPE, *processes)

@@ -28,10 +28,7 @@ _STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # the others depend on t
 class Passes(ABC):
     """The forward passes of the hf engine's rows, and what is kept of each row's tokens between two of them."""
 
-    @property
-    @abstractmethod
-    def capacity(self) -> int:
-        """Tokens for which each row has room."""
+    capacity = 0  # tokens for which each row has room; 0: a cache that grows with its rows
 
     @abstractmethod
     def reserve(self, length: int) -> None:
@@ -60,41 +57,19 @@ class Passes(ABC):
         """The logits [L, V] of a text alone [L]; nothing is kept."""
 
 
-class SlotPasses(Passes):
+class SlotPasses(KVCache, Passes):
     """Packed passes over a static KV cache with one row per slot."""
 
     def __init__(self, model: transformers.PreTrainedModel, slots: int) -> None:
         """Raises ConfigError for a model whose layers do not all call transformers' attention interface."""
-        self._device = model.device
-        self._cache = KVCache(find_layers(model), slots, model.dtype, model.device)
-        self._forward = build_forward(model)
-
-    @property
-    def capacity(self) -> int:
-        return self._cache.capacity
-
-    def reserve(self, length: int) -> None:
-        self._cache.reserve(length)
-
-    def release(self) -> None:
-        self._cache.release()
-
-    def can_copy(self, tokens: int, prompt: int) -> bool:
-        return self._cache.can_copy(tokens, prompt)
-
-    def copy_rows(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
-        self._cache.copy_rows(source, target, length)
+        super().__init__(find_layers(model), slots, model.dtype, model.device)
+        self._forward: Forward = LeanForward(model) if is_lean(model) else AttentionInterfaceForward(model)
 
     def step(self, table: SlotTable, prefills: Sequence[Prefill]) -> torch.Tensor:
-        return self._forward(self._cache, plan_step(table, prefills, self._cache, self._device))
+        return self._forward(self, plan_step(table, prefills, self, self._device))
 
     def score(self, text: IntArray) -> torch.Tensor:
-        return self._forward(self._cache, plan_score(text, self._device))
-
-
-def build_forward(model: transformers.PreTrainedModel) -> Forward:
-    """The fastest correct forward pass for a ``model`` with transformers' attention interface."""
-    return LeanForward(model) if is_lean(model) else AttentionInterfaceForward(model)
+        return self._forward(self, plan_score(text, self._device))
 
 
 def is_lean(model: transformers.PreTrainedModel) -> bool:

@@ -17,6 +17,7 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 from asyncrlhf.engines.hf.forward import Passes
 from asyncrlhf.engines.hf.slots import PREFILL_TOKENS, Prefill, SlotTable
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.models.plain_pass import own_pass
 from asyncrlhf.types import IntArray
 
 
@@ -43,11 +44,6 @@ class OwnCachePasses(Passes):
         self._model = model
         self._caches = caches
         self._kept: dict[int, tuple[Cohort, int]] = {}  # row -> its cohort, and its place in the cohort's batch
-
-    @property
-    def capacity(self) -> int:
-        """0: a cache grows with its rows."""
-        return 0
 
     def reserve(self, length: int) -> None:
         """Nothing to do: a cache grows with its rows."""
@@ -136,28 +132,20 @@ class OwnCachePasses(Passes):
         if cohort.cache is not None and "position_ids" in accepted:
             # Some families count from 0 without it, whatever the cache holds.
             given["position_ids"] = torch.arange(cohort.length, length, device=self._model.device)[None]
-        output = own_pass(self._model, tokens, last=1, use_cache=True, **given)
+        output = own_pass(self._model, _ids(self._model, tokens), last=1, use_cache=True, **given)
         if output.get(name) is None:
             raise ConfigError(f"{type(self._model).__name__} returns no cache.")
         return output.logits[:, -1], Cohort(output[name], length, len(tokens))
 
 
-def own_pass(model: transformers.PreTrainedModel, tokens: IntArray, *, last: int = 0, **given: Any) -> Any:
-    """The model's own forward over tokens [n, l] without padding. ``last``: only the logits of so many tokens at the
-    end are needed; others may be there."""
-    accepted = inspect.signature(model.forward).parameters
-    if last and "logits_to_keep" in accepted:
-        given["logits_to_keep"] = last
-    if "use_cache" not in accepted:
-        given.pop("use_cache", None)
-    ids = torch.from_numpy(np.ascontiguousarray(tokens, np.int64)).to(model.device)
-    return model(input_ids=ids, **given)
-
-
 def own_logits(model: transformers.PreTrainedModel, tokens: IntArray, *, last: int = 0) -> torch.Tensor:
-    """Logits [n, l, V], or fewer tokens of them (:func:`own_pass`), without any cache."""
-    logits: torch.Tensor = own_pass(model, tokens, last=last, use_cache=False).logits
+    """Logits [n, l, V], or fewer tokens of them (``own_pass``), without any cache."""
+    logits: torch.Tensor = own_pass(model, _ids(model, tokens), last=last).logits
     return logits
+
+
+def _ids(model: transformers.PreTrainedModel, tokens: IntArray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(tokens, np.int64)).to(model.device)
 
 
 def select_rows(cache: Any, rows: torch.Tensor, batch: int) -> Any:

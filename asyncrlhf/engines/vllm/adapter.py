@@ -113,11 +113,3 @@ def check_applied(ignored: Sequence[Sequence[str]]) -> None:
         f"{f' and {len(nowhere) - 3} layers more' if len(nowhere) > 3 else ''}; allowed: other "
         "model.lora.target_modules, or generator.vllm.enable_lora=false.",
     )
-
-
-def differing_names(own: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> str:
-    """What is missing, unknown or of another shape in ``given``, in words; empty if nothing is."""
-    apart = [f"{name} is missing" for name in own.keys() - given.keys()]
-    apart += [f"{name} is unknown" for name in given.keys() - own.keys()]
-    apart += [f"{n} is {given[n]} instead of {own[n]}" for n in own.keys() & given.keys() if own[n] != given[n]]
-    return ", ".join(sorted(apart)[:4])

@@ -12,13 +12,13 @@ import psutil
 import torch
 
 from asyncrlhf.data.data_config import ModelConfig
+from asyncrlhf.engines.engine import misfit
 from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig
 from asyncrlhf.engines.vllm.adapter import (
     adapter_arguments,
     adapter_files,
     adapter_request,
     check_applied,
-    differing_names,
     ignored_layers,
     remove_adapter,
     write_adapter,
@@ -76,7 +76,8 @@ class VllmCore:
         self.routes = routes
         self._lora = model.lora
         self._adapter: Any = None  # of each request
-        self.can_sleep, self._sleep_level = config.vllm.enable_sleep_mode, config.vllm.sleep_level
+        self._sleep_level = config.vllm.sleep_level or 0
+        self.can_sleep = self._sleep_level > 0
         if not self.in_process:
             self._llm.collective_rpc(end_with_parent)
         self._llm.collective_rpc("init_weight_transfer_engine", args=({},))
@@ -156,7 +157,7 @@ class VllmCore:
     def load_adapter(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replace the adapter by these tensors, under PEFT's names, also for the requests in flight. Raises
         WeightSyncError if it is not the one of ``model.lora``, or if vLLM refuses it."""
-        apart = differing_names(self._shapes, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        apart = misfit(self._shapes, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
         if apart:
             raise WeightSyncError(f"The adapter of version {version} is not that of model.lora: {apart}.")
         folder = os.path.join(tempfile.gettempdir(), f"asyncrlhf-adapter-{uuid.uuid4().hex}")
@@ -181,7 +182,7 @@ class VllmCore:
     def sleep(self, *, keep_weights: bool = True) -> bool:
         """vLLM's sleep: it drops all keys and values; requests stay and are prefilled again. At level 1 the weights
         move to the host's memory; at level 2, used only without ``keep_weights``, they are dropped. Without
-        ``enable_sleep_mode`` the devices keep everything. Returns whether the engine still has its weights."""
+        ``sleep_level`` the devices keep everything. Returns whether the engine still has its weights."""
         level = 1 if keep_weights or self.adapts else self._sleep_level  # a load brings no base weights back
         if self.can_sleep:
             self._llm.sleep(level=level, mode="keep")
@@ -215,19 +216,16 @@ def engine_arguments(config: GeneratorConfig, model: ModelConfig, routes: bool =
         "max_logprobs": VLLM_MAX_TOP_K + TIES,
         "max_num_seqs": config.slots + SCORE_SLOTS,
         "max_model_len": own.max_model_len or None,
-        "block_size": own.block_size or None,
-        "max_num_batched_tokens": own.max_num_batched_tokens or None,
         "gpu_memory_utilization": own.gpu_memory_utilization or MEMORY_SHARE,
-        "enforce_eager": on_cpu if own.enforce_eager is None else own.enforce_eager,
-        "enable_prefix_caching": own.enable_prefix_caching,
+        "enforce_eager": on_cpu,  # compiling takes minutes there
+        "enable_prefix_caching": True,  # siblings share their prompt's
         # vLLM 0.32 reverts the draw of a partly prefilled request with a seed, which torch's CPU generator cannot do.
         "enable_chunked_prefill": False if on_cpu else None,
         "tensor_parallel_size": own.tensor_parallel_size,
         "pipeline_parallel_size": own.pipeline_parallel_size,
-        "enable_expert_parallel": own.enable_expert_parallel,
         # Several workers: on this machine, or in a placement group with a bundle per worker, named in the environment.
         "distributed_executor_backend": "uni" if own.workers == 1 else "ray" if os.environ.get(RAY_BUNDLES) else "mp",
-        "enable_sleep_mode": own.enable_sleep_mode,
+        "enable_sleep_mode": bool(own.sleep_level),
         **adapter_arguments(config, model),
         "weight_transfer_config": {"backend": BACKEND},
         "worker_extension_cls": WORKER_EXTENSION,
@@ -284,7 +282,7 @@ def _cpu_cache_bytes(config: GeneratorConfig, folder: str, model: ModelConfig) -
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     itemsize = getattr(torch, model.dtype if own.dtype == "auto" else own.dtype).itemsize
-    block = own.block_size or 128
+    block = (own.engine_kwargs or {}).get("block_size") or 128
     blocks = -(-(own.max_model_len or shape.max_position_embeddings) // block)
     tokens = (config.slots + SCORE_SLOTS + 1) * blocks * block
     wanted = 2 * shape.num_hidden_layers * heads * width * itemsize * tokens // own.workers

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from asyncrlhf.engines.engine import CacheMode, Engine, StepOutput, match_named_weights, match_names, tied_names
+from asyncrlhf.engines.engine import CacheMode, Engine, StepOutput, match_named_weights, match_names
 from asyncrlhf.engines.vllm.adapter import meta_model
 from asyncrlhf.engines.vllm.core import SCORE_SLOTS, VllmCore, tells_kept
 from asyncrlhf.models.adapter import is_adapter
+from asyncrlhf.models.weight_files import tied_names
 from asyncrlhf.types import FloatArray, GenerationFailure, GenerationRequest, IdArray, Rollout
 
 if TYPE_CHECKING:

@@ -1,3 +1,3 @@
 """Attention over packed sequences: without padding, with windows, caps and sinks, and around a ring of ranks."""
 
-DOORS = ("attention", "ring", "ring_plan")
+DOORS = ("attention", "ring", "tiles")

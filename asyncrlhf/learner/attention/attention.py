@@ -18,13 +18,12 @@ import transformers
 from torch.distributed.tensor import DTensor
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner.attention.tiles import tiled_attention
-from asyncrlhf.learner.attention.varlen import flash_calls, masked_calls
-from asyncrlhf.learner.attention.varlen_kernel import varlen_kernel, varlen_takes
+from asyncrlhf.learner.attention.tiles import Scoring, tiled_attention
+from asyncrlhf.learner.attention.varlen import flash_calls, masked_calls, varlen_kernel, varlen_takes
 from asyncrlhf.types import IntArray
 
 IMPLEMENTATION = "asyncrlhf_packed"
-OPTIONS = ("sliding_window", "softcap", "s_aux")
+OPTIONS = ("sliding_window", "softcap", "s_aux")  # transformers' names of what Scoring has beside the scale
 # Arguments that do not change what a causal layer computes from query, key and value.
 WITHOUT_EFFECT = frozenset(("dropout", "position_ids", "use_cache", "cache_position", "return_dict", "logits_to_keep"))
 MORE_RESULTS = "output_"  # how the names of those begin that ask for more results
@@ -40,18 +39,9 @@ class Layout(ABC):
 
     @abstractmethod
     def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, None]:
-        """As :func:`packed_attention`, with its ``scaling`` and those of the other options that are not None."""
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
+        """``query`` [1, heads, T, D], ``key`` and ``value`` [1, kv_heads, T, D] -> [1, T, heads, D]."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +53,8 @@ class PackedLayout(Layout):
     """
 
     spans: torch.Tensor  # [N, 4] int64 in host memory, see ``varlen.plan_calls``
-    bounds: tuple[
-        torch.Tensor, torch.Tensor
-    ]  # [N+1] int32, cumulative: each sequence's own tokens, and all of its tokens
+    # [N+1] int32, cumulative: each sequence's own tokens, and all of its tokens
+    bounds: tuple[torch.Tensor, torch.Tensor]
     most: tuple[int, int]  # the most of each
     key_rows: torch.Tensor | None = None  # [K] the packed token of each key, where prompts are shared
 
@@ -106,30 +95,21 @@ class PackedLayout(Layout):
         )
 
     def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, None]:
-        """Attend with the kernel that fits the device, the dtype and the options."""
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        window = None if sliding_window is None or sliding_window >= self.most[1] else sliding_window
-        if softcap is not None or s_aux is not None:
-            return tiled_attention(query, key, value, self.spans, scale, window, softcap, s_aux), None
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
+        """By the kernel that fits the device, the dtype and the scoring."""
+        scale, window = scoring.scale, scoring.window
+        window = None if window is None or window >= self.most[1] else window
+        if not scoring.is_plain:
+            return tiled_attention(query, key, value, self.spans, scoring._replace(window=window))
         if query.device.type == "cpu" and window is None and query.shape[-1] == value.shape[-1]:
-            return flash_calls(query, key, value, self.spans, scale), None
+            return flash_calls(query, key, value, self.spans, scale)
         if self.key_rows is not None:
             key, value = key.index_select(2, self.key_rows), value.index_select(2, self.key_rows)
         if query.is_cuda and varlen_takes(query, value):
-            return varlen_kernel(query, key, value, (*self.bounds, *self.most), scale, window), None
+            return varlen_kernel(query, key, value, (*self.bounds, *self.most), scale, window)
         own, shared = self.spans[:, 1], self.spans[:, 3]
-        return masked_calls(query, key, value, (own.tolist(), (own + shared).tolist()), scale, window), None
+        return masked_calls(query, key, value, (own.tolist(), (own + shared).tolist()), scale, window)
 
 
 def packed_attention(
@@ -145,9 +125,8 @@ def packed_attention(
     """Causal attention inside each packed sequence.
 
     ``query`` [1, heads, T, D], ``key`` and ``value`` [1, kv_heads, T, D]; returns ([1, T, heads, D], None). ``given``
-    may hold ``sliding_window``, the keys that a query sees, itself included; ``softcap``: a score s becomes softcap *
-    tanh(s / softcap); ``s_aux`` [heads]: the logit of a key without a value. Dropout is ignored: a policy gradient
-    needs the log-probs of the policy that is published.
+    may hold ``OPTIONS``, the last three fields of :class:`Scoring`. Dropout is ignored: a policy gradient needs the
+    log-probs of the policy that is published.
 
     Raises ConfigError for a model that asks for anything else: its log-probs would differ from transformers' own.
     """
@@ -162,16 +141,16 @@ def packed_attention(
             f"model.path: {type(module).__name__} passes {', '.join(unknown)} to its attention, which packed attention "
             f"cannot compute; allowed: causal attention with or without {', '.join(OPTIONS)}."
         )
-    options = {name: given[name] for name in OPTIONS if given.get(name) is not None}
-    sinks = options.get("s_aux")
+    window, softcap, sinks = (given.get(name) for name in OPTIONS)
     if isinstance(sinks, DTensor):  # dealt out over the ranks like the heads
-        options["s_aux"] = sinks = sinks.to_local()
+        sinks = sinks.to_local()
     if sinks is not None and sinks.shape != (query.shape[1],):
         raise ConfigError(
             f"model.path: {type(module).__name__} has {query.shape[1]} attention heads and attention sinks of shape "
             f"{tuple(sinks.shape)} on this rank; allowed: one sink for each head."
         )
-    return packed_layout.attend(module, query, key, value, scaling=scaling, **options)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return packed_layout.attend(module, query, key, value, Scoring(scale, window, softcap, sinks)), None
 
 
 def _unknown(module: torch.nn.Module, given: dict[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +24,20 @@ TILE_SCORES = 2**22  # of all heads: 16 MiB of float32; four times as many take 
 KEPT_SCORES = 2**20
 # Pairs of query and key whose padding costs less than another tile.
 TILE = 2**12
+
+
+class Scoring(NamedTuple):
+    """How products of queries and keys become weights."""
+
+    scale: float
+    window: int | None = None  # keys that a query sees, itself included; None: all
+    softcap: float | None = None  # a score s becomes softcap * tanh(s / softcap)
+    sinks: torch.Tensor | None = None  # [heads] the logit of a key without a value
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether torch's fused kernels compute it."""
+        return self.softcap is None and self.sinks is None
 
 
 @dataclass(frozen=True)
@@ -90,27 +105,18 @@ def _tiles(spans: bytes, window: int | None, most: int) -> Tiles:
 
 @torch._disable_dynamo  # torch.compiler.disable would import the compiler here, a second of each process
 def tiled_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    spans: torch.Tensor,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor:
     """query [1, heads, T, D], key and value [1, kv_heads, T, D] -> [1, T, heads, D] in the type of ``value``.
 
-    ``spans`` [N, 4] as in ``varlen.plan_calls``; ``window``: keys that a query sees, itself included; ``softcap``: a
-    score s becomes softcap * tanh(s / softcap); ``sinks`` [heads]: the logit of a key without a value. Everything is
-    computed in float32 at least, under autocast as well.
+    ``spans`` [N, 4] as in ``varlen.plan_calls``. Everything is computed in float32 at least, under autocast as well.
     """
     heads, device = query.shape[1], query.device
-    plan = _tiles(spans.numpy().tobytes(), window, TILE_SCORES // heads)
+    plan = _tiles(spans.numpy().tobytes(), scoring.window, TILE_SCORES // heads)
     again = torch.is_grad_enabled() and plan.scores * heads > KEPT_SCORES
     parts = []
     for tile in plan.parts:
-        given = (tile, query, key, value, scale, window, softcap, sinks)
+        given = (tile, query, key, value, *scoring)
         found = checkpoint(_attend, *given, use_reentrant=False, preserve_rng_state=False) if again else _attend(*given)
         parts.append(found)
     return torch.cat(parts).index_select(0, plan.order.to(device))[None]

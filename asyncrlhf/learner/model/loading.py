@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from asyncrlhf.learner.model.model_pass import name_of_trunk
-from asyncrlhf.learner.ranks.spans import local_spans, overlaps
+from asyncrlhf.learner.ranks import local_spans, overlaps
 from asyncrlhf.models.weight_files import WeightFiles
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,10 +11,15 @@ import transformers
 from torch import nn
 
 from asyncrlhf.learner.attention.attention import IMPLEMENTATION, PackedLayout
-from asyncrlhf.models.plain_pass import takes, uncached
+from asyncrlhf.models.plain_pass import own_pass, takes
 
 if TYPE_CHECKING:
     from asyncrlhf.learner.model.inputs import PackedInputs
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """torch's autocast; without a ``dtype`` a context without effect."""
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 def is_packed(model: Any) -> bool:
@@ -40,20 +46,17 @@ def last_hidden(trunk: Any, inputs: PackedInputs) -> torch.Tensor:
     """The last hidden states [K, hidden] of ``inputs``."""
     if is_packed(trunk):
         return _together(trunk, inputs).last_hidden_state[0]
-    parts = [uncached(trunk, text).last_hidden_state[0, -own:] for text, own in _texts(inputs)]
+    parts = [own_pass(trunk, text[None]).last_hidden_state[0, -own:] for text, own in _texts(inputs)]
     return torch.cat(parts)
 
 
 def predicting_logits(model: Any, inputs: PackedInputs) -> torch.Tensor:
     """The logits [M, V] that predict the M targets, by the model's own forward, which may scale or cap them."""
-    keeps = takes(model, "logits_to_keep")
     if is_packed(model):
+        keeps = takes(model, "logits_to_keep")
         logits = _together(model, inputs, **({"logits_to_keep": inputs.rows} if keeps else {})).logits[0]
         return logits if keeps else logits.index_select(0, inputs.rows)
-    parts = [
-        uncached(model, text, **({"logits_to_keep": own} if keeps else {})).logits[0, -own:]
-        for text, own in _texts(inputs)
-    ]
+    parts = [own_pass(model, text[None], last=own).logits[0, -own:] for text, own in _texts(inputs)]
     return torch.cat(parts).index_select(0, inputs.rows)
 
 

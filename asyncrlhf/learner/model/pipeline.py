@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,8 @@ from torch import nn
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.model.forward import PackedPolicy, TokenFacts
 from asyncrlhf.learner.model.inputs import PackedInputs
-from asyncrlhf.learner.ranks.distributed import Peers, Shards, whole
-from asyncrlhf.learner.ranks.spans import Part
+from asyncrlhf.learner.model.model_pass import autocast
+from asyncrlhf.learner.ranks import Part, Peers, Shards, whole
 from asyncrlhf.learner.settings.model_fits import check_layers
 
 Bounds = tuple[int, int]  # the first layer of a stage, and the one after its last
@@ -114,7 +114,7 @@ class Stage(nn.Module):
         last, policy = self.peers.ranks - 1, self.policy
         if self.last:
             hidden = passed.hidden.index_select(0, inputs.rows)
-            with self._autocast(hidden):
+            with autocast(hidden.device, self._dtype):
                 facts = policy.of_hidden(hidden, inputs.targets, temperature, inputs.kept)
             for other in range(last):
                 self._send(facts.stacked().detach().float(), other, self._said)
@@ -147,16 +147,13 @@ class Stage(nn.Module):
             came.requires_grad_(torch.is_grad_enabled())
             given = {"inputs_embeds": came}
         places, layout = inputs.layout.position_ids, inputs.layout
-        with self._autocast(inputs.token_ids):
+        with autocast(inputs.token_ids.device, self._dtype):
             trunk: Any = self.policy.model.base_model
             found = trunk(position_ids=places, packed_layout=layout, use_cache=False, **given)
         hidden = found.last_hidden_state[0].float()
         if not self.last:
             self._send(hidden.detach(), self.peers.rank + 1, self._down)
         return _Pass(came, hidden)
-
-    def _autocast(self, tensor: torch.Tensor) -> Any:
-        return nullcontext() if self._dtype is None else torch.autocast(tensor.device.type, self._dtype)
 
     def _send(self, tensor: torch.Tensor, place: int, group: Any) -> None:
         while self._sent and self._sent[0][0].is_completed():

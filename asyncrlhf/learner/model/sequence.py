@@ -11,10 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from asyncrlhf.learner.attention.attention import Layout, PackedLayout
-from asyncrlhf.learner.attention.ring import ring_attention
-from asyncrlhf.learner.attention.ring_plan import RingPlan, plan_ring
+from asyncrlhf.learner.attention.ring import RingPlan, plan_ring, ring_attention
+from asyncrlhf.learner.attention.tiles import Scoring
 from asyncrlhf.learner.model.inputs import PackedInputs
-from asyncrlhf.learner.ranks.distributed import Peers
+from asyncrlhf.learner.ranks import Peers
 
 
 class _Sum(torch.autograd.Function):
@@ -64,22 +64,11 @@ class _OnRing(Layout):
     peers: Peers
 
     def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, None]:
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
         passed, own = query.shape[2], len(self.plan.rows)
         q, k, v = (x[:, :, :own] for x in (query, key, value))
-        out = ring_attention(q, k, v, self.plan, self.peers, scale, sliding_window, softcap, s_aux)
-        return F.pad(out, (0, 0, 0, 0, 0, passed - own)), None
+        return F.pad(ring_attention(q, k, v, self.plan, self.peers, scoring), (0, 0, 0, 0, 0, passed - own))
 
 
 class ContextParallel(SequenceParallel):

@@ -10,8 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner.ranks.distributed import Peers
-from asyncrlhf.learner.ranks.mesh import Mesh
+from asyncrlhf.learner.ranks import Mesh, Peers
 from asyncrlhf.learner.settings.model_fits import check_experts, check_heads, check_plan
 
 PARTIAL = "replicated_with_grad_allreduce"  # whole on each rank, where each rank's gradient is one term of a sum

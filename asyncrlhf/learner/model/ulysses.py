@@ -14,10 +14,11 @@ import torch.nn.functional as F
 import transformers
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner.attention.attention import Layout, PackedLayout, packed_attention
+from asyncrlhf.learner.attention.attention import Layout, PackedLayout
+from asyncrlhf.learner.attention.tiles import Scoring
 from asyncrlhf.learner.model.inputs import PackedInputs
 from asyncrlhf.learner.model.sequence import SequenceParallel, part_of
-from asyncrlhf.learner.ranks.distributed import Peers
+from asyncrlhf.learner.ranks import Peers
 from asyncrlhf.learner.settings.model_fits import check_heads_of_sequence, heads_of
 
 
@@ -30,8 +31,8 @@ class _Stretch(Layout):
     exchange: Any  # deepspeed's UlyssesSPAttentionHF around ``_some_heads``
 
     def attend(
-        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
-    ) -> tuple[torch.Tensor, None]:
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
         heads, kv_heads = self.exchange.attn_head_count, self.exchange.global_kv_head_count
         size = self.exchange.attn_head_size
         wanted = [(heads, size), (kv_heads, size), (kv_heads, size)]
@@ -41,9 +42,9 @@ class _Stretch(Layout):
                 f"learner.sequence_parallel_size={self.peers.ranks}: a {type(module).__name__} has {found} heads and "
                 f"numbers a head of queries, keys and values; allowed: {wanted} in every layer."
             )
-        options |= {"position_ids": self.position_ids, "whole": self.whole, "rank": self.peers.rank}
-        out, _ = self.exchange(module, query, key, value, None, **options)
-        return out.view(1, query.shape[2], query.shape[1], query.shape[3]), None
+        given = {"position_ids": self.position_ids, "whole": self.whole, "rank": self.peers.rank, "scoring": scoring}
+        out, _ = self.exchange(module, query, key, value, None, **given)
+        return out.view(1, query.shape[2], query.shape[1], query.shape[3])
 
 
 class Ulysses(SequenceParallel):
@@ -98,13 +99,12 @@ def _some_heads(
     *,
     whole: PackedLayout,
     rank: int,
-    s_aux: torch.Tensor | None = None,
-    **options: Any,
+    scoring: Scoring,
+    **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention over all tokens and this rank's heads: [1, heads, padded T, D] to [1, padded T, heads, D]."""
     count, padded = whole.position_ids.shape[1], query.shape[2]
-    if s_aux is not None:  # of these heads
-        options["s_aux"] = s_aux[rank * query.shape[1] : (rank + 1) * query.shape[1]]
+    if scoring.sinks is not None:  # of these heads
+        scoring = scoring._replace(sinks=scoring.sinks[rank * query.shape[1] : (rank + 1) * query.shape[1]])
     q, k, v = (x[:, :, :count] for x in (query, key, value))
-    out, _ = packed_attention(module, q, k, v, attention_mask, packed_layout=whole, **options)
-    return F.pad(out, (0, 0, 0, 0, 0, padded - count)), None
+    return F.pad(whole.attend(module, q, k, v, scoring), (0, 0, 0, 0, 0, padded - count)), None

@@ -48,7 +48,6 @@ class AlgorithmConfig:
         "and deviation, the batch, a critic, the least-variance baseline, or V*.",
         choices=("raw", "group_mean", "loo", "group_norm", "whiten", "gae", "vtrace", "opob", "vstar"),
     )
-    advantage_eps: float = setting(1e-4, "advantage=group_norm: (R - mean) / (std + eps).", low=0, exclusive_low=True)
     advantage_shift: float = setting(0.0, "advantage=group_mean: R - (mean + shift).")
     vstar_beta: float = setting(
         1.0, "V* = vstar_beta log mean exp(R / vstar_beta), of advantage and regress_target.", low=0, exclusive_low=True
@@ -96,8 +95,6 @@ class AlgorithmConfig:
     vespo_lambda_pos: float = setting(3.0, "coef=gamma: the weight's decay for positive advantages.", low=0)
     vespo_k_neg: float = setting(3.0, "coef=gamma: the weight's power for negative advantages.", low=0)
     vespo_lambda_neg: float = setting(2.0, "coef=gamma: the weight's decay for negative advantages.", low=0)
-    delta_low: float = setting(0.2, "coef=dprob: largest fall of a token's probability that trains.", low=0)
-    delta_high: float = setting(0.2, "coef=dprob: largest rise of a token's probability that trains.", low=0)
     gate: str = setting(
         "none",
         "Takes tokens out of the loss that drifted too far: M2PO's second moment, SAT's shrinking clip, or whole "
@@ -116,6 +113,7 @@ class AlgorithmConfig:
         "How the behavior weight prox / mu of stale samples counts: not at all, cut at its bounds (truncate), or, "
         "outside them, as 0 (mask).",
         choices=("none", "truncate", "mask"),
+        common=True,
     )
     correction_level: str = setting(
         "token", "The behavior weight is a token's, the sequence's geometric mean, or its product.", choices=LEVELS
@@ -152,7 +150,6 @@ class AlgorithmConfig:
     pair_loss: str = setting("dpo", "head=pair: loss of a group's best and worst.", choices=("dpo", "ipo", "best"))
     gamma: float = setting(1.0, "Critic: discount of a token further on.", low=0, high=1)
     lam: float = setting(1.0, "Critic: GAE's and V-trace's lambda.", low=0, high=1)
-    value_coef: float = setting(0.5, "Critic: weight of its loss.", low=0)
     value_clip: float = setting(0.5, "Critic: largest change of a value in a step.", low=0, exclusive_low=True)
     rho_bar: float = setting(1.0, "advantage=vtrace: bound of the weight rho.", low=0, exclusive_low=True)
     c_bar: float = setting(1.0, "Bound of V-trace's traces c.", low=0, exclusive_low=True)
@@ -268,22 +265,20 @@ def _check_effects(config: AlgorithmConfig) -> None:
     own, policy = bool(config.loss.target), config.head == "policy"
     coef = config.coef if policy else ""
     on_vstar = config.advantage == "vstar" or (config.head == "regress" and config.regress_target == "vstar")
-    clips = own or coef in ("clip", "geoclip") or config.gate == "sat"
+    clips = own or coef in ("clip", "geoclip", "dprob") or config.gate == "sat"
     caps, corrects = ("cap", "band", "signed"), own or config.correction != "none"
     traces = config.advantage == "vtrace" or config.corrects_values
     for names, read, allowed in (
         (("beta",), config.kl != "none" or not policy, "kl=loss or kl=reward"),
         (("kl_estimator", "kl_target"), config.kl != "none", "kl=loss or kl=reward"),
         (("kl_importance_weighted",), config.kl == "loss", "kl=loss"),
-        (("advantage_eps",), config.advantage == "group_norm", "advantage=group_norm"),
         (("vstar_beta",), on_vstar, "advantage=vstar, or head=regress with regress_target=vstar"),
-        (("epsilon", "epsilon_high"), clips, "coef=clip or geoclip"),
+        (("epsilon", "epsilon_high"), clips, "coef=clip, geoclip or dprob"),
         (("dual_clip",), own or coef == "clip", "coef=clip"),
         (("cap_low",), own or coef in caps, "coef=cap, band or signed"),
         (("cap_high",), own or coef in (*caps, "dprob"), "coef=cap, band, signed or dprob"),
         (("sapo_temperature_pos", "sapo_temperature_neg"), own or coef == "soft", "coef=soft"),
         (("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), own or coef == "gamma", "coef=gamma"),
-        (("delta_low", "delta_high"), own or coef == "dprob", "coef=dprob"),
         (("m2_threshold",), config.gate == "m2", "gate=m2"),
         (("sat_quantile",), config.gate == "sat", "gate=sat"),
         (("off_policy_mask_threshold",), config.gate == "opsm", "gate=opsm"),
@@ -292,7 +287,7 @@ def _check_effects(config: AlgorithmConfig) -> None:
         (("regress_target",), config.head == "regress", "head=regress"),
         (("pair_loss",), config.head == "pair", "head=pair"),
         (("gamma",), config.needs_critic or config.advantage == "whiten", "advantage=gae, vtrace or whiten"),
-        (("lam", "value_coef", "value_clip"), config.needs_critic, "advantage=gae or vtrace"),
+        (("lam", "value_clip"), config.needs_critic, "advantage=gae or vtrace"),
         (("rho_bar",), config.advantage == "vtrace", "advantage=vtrace"),
         (("c_bar",), traces, "advantage=vtrace, or gae with a correction"),
     ):

@@ -12,7 +12,6 @@ from asyncrlhf.data.number_formats import AUTO, PRECISIONS, suits_bfloat16
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
 from asyncrlhf.validation import DAY, check, check_choice, check_keywords, check_settings, setting
 
-WHERE = ("learner", "service")
 # Sizes of groups of ranks that are given the same share of a batch.
 PARALLEL = (
     "sequence_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size",
@@ -24,16 +23,15 @@ PARALLEL = (
 class WorkersConfig:
     """Where a model other than the policy runs: in the learner or in separate workers."""
 
-    where: str = setting(
-        "learner",
-        "Who asks the model: the learner in each step, or workers for each rollout as it ends.",
-        choices=WHERE,
+    workers: int = setting(
+        0,
+        "Workers that ask the model for each rollout as it ends; 0: the learner does, in each step.",
+        low=0,
+        high=10**4,
     )
-    workers: int = setting(1, "Workers, under where=service.", low=1, high=10**4)
     threads: int = setting(1, "CPU threads of one worker.", low=1, high=1024)
     gpus: float = setting(0.0, "GPUs of one worker, at most 1; 0 runs it on the CPU.", low=0)
     token_budget: int = setting(16384, "Tokens of one call, and of one forward pass.", low=1)
-    max_restarts: int = setting(3, "Deaths in a row after which a worker is not started again.", low=0)
 
     def check(self, key: str, model: str) -> None:
         """Raise ConfigError, naming settings under ``key``, for a value out of range or without effect. ``model``: what
@@ -41,21 +39,21 @@ class WorkersConfig:
         check_settings(key, self)
         check(
             self.gpus <= 1,
-            f"{key}.gpus={self.gpus:g} is more than one worker can use; allowed: 0 to 1, or {key}.where=learner with "
+            f"{key}.gpus={self.gpus:g} is more than one worker can use; allowed: 0 to 1, or {key}.workers=0 with "
             f"learner.zero_stage=3 or learner.sharding=fsdp2, which shard the {model}.",
         )
-        for declared in fields(self) if self.where == "learner" else ():
+        for declared in fields(self) if not self.workers else ():
             value = getattr(self, declared.name)
             check(
                 value == declared.default,
-                f"{key}.{declared.name}={value} has no effect with {key}.where=learner; allowed: {key}.where=service.",
+                f"{key}.{declared.name}={value} has no effect with {key}.workers=0; allowed: {key}.workers >= 1.",
             )
 
 
 @dataclass(frozen=True)
 class ReferenceConfig(WorkersConfig):
-    """``where=learner``: the learner holds the frozen model and uses it in each step. ``where=service``: separate
-    workers use it for each rollout as it ends."""
+    """``workers=0``: the learner holds the frozen model and uses it in each step. Otherwise: separate workers
+    use it for each rollout as it ends."""
 
     dtype: str = setting(
         "auto",
@@ -70,8 +68,8 @@ class ReferenceConfig(WorkersConfig):
 
 @dataclass(frozen=True)
 class CriticConfig(WorkersConfig):
-    """``where=learner``: the learner's critic computes the batch's values before a step's first update.
-    ``where=service``: workers with a copy of it compute each rollout's values as it ends. The learner trains the critic
+    """``workers=0``: the learner's critic computes the batch's values before a step's first update.
+    Otherwise: workers with a copy of it compute each rollout's values as it ends. The learner trains the critic
     in both cases."""
 
     def __post_init__(self) -> None:
@@ -80,7 +78,11 @@ class CriticConfig(WorkersConfig):
 
 SCHEDULES = ("constant", "linear", "cosine")
 OPTIMIZERS = ("adamw", "muon", "adamw_8bit")
-OFFLOADS = ("none", "cpu")
+OFFLOADS = ("none", "cpu", "cpu_params")
+# PPO's usual weight of the critic's loss; Adam's steps do not depend on it, only where the gradient is clipped does.
+VALUE_COEF = 0.5
+# Steps in a row without a finite gradient: a burst of bad rollouts ends sooner, a broken policy never.
+MOST_SKIPPED = 10
 SHARDINGS = ("none", "fsdp2")
 REDUCTIONS = ("microbatch", "update")
 
@@ -89,8 +91,8 @@ REDUCTIONS = ("microbatch", "update")
 class LearnerConfig:
     """The learner: its backend and ranks, its optimizer, its memory."""
 
-    backend: str = setting("torch", "What holds and updates the weights.", choices=("torch", "deepspeed"))
-    ranks: int = setting(1, "Learner processes; each trains its share of every batch.", low=1, high=10**4)
+    backend: str = setting("torch", "What holds and updates the weights.", choices=("torch", "deepspeed"), common=True)
+    ranks: int = setting(1, "Learner processes; each trains its share of every batch.", low=1, high=10**4, common=True)
     sharding: str = setting(
         "none", "backend=torch: every rank holds everything (none), or FSDP2 deals the weights out.", choices=SHARDINGS
     )
@@ -120,17 +122,17 @@ class LearnerConfig:
         low=0, high=3,
     )  # fmt: skip
     zero_offload: str = setting(
-        "none", "backend=deepspeed: cpu keeps and updates the optimizer's states in host memory.", choices=OFFLOADS
-    )
-    zero_offload_params: str = setting(
-        "none", "backend=deepspeed, stage 3: cpu keeps the weights in host memory, too.", choices=OFFLOADS
+        "none",
+        "backend=deepspeed: keeps and updates the optimizer's states in host memory (cpu); at stage 3 the weights, too "
+        "(cpu_params).",
+        choices=OFFLOADS,
     )
     sequence_parallel_size: int = setting(
         1, "backend=deepspeed: ranks that take one share of the batch together, token by token.", low=1
     )
     threads: int = setting(1, "CPU threads of one rank.", low=1, high=1024)
-    gpus: float = setting(0.0, "GPUs of one rank; 0 runs it on the CPU.", low=0, high=1024)
-    learning_rate: float = setting(5e-5, "AdamW's learning rate, after warm-up.", low=0)
+    gpus: float = setting(0.0, "GPUs of one rank; 0 runs it on the CPU.", low=0, high=1024, common=True)
+    learning_rate: float = setting(5e-5, "AdamW's learning rate, after warm-up.", low=0, common=True)
     critic_learning_rate: float = setting(0.0, "The critic's learning rate; 0 is the policy's.", low=0)
     weight_decay: float = setting(0.0, "AdamW's weight decay; not of biases and norms.", low=0)
     optim: str = setting(
@@ -167,10 +169,6 @@ class LearnerConfig:
         False,
         "Mixtures of experts: each token passes the experts that the generator chose for it; else those that the "
         "present weights choose.",
-    )
-    max_skipped_steps: int = setting(10, "Steps in a row with a non-finite gradient before the run fails.", low=1)
-    max_restarts: int = setting(
-        3, "Deaths of a learner rank, without a new step in between, after which the run ends.", low=0
     )
     virtual_step_seconds: float = setting(
         0.1, "runtime=local: seconds that one learner step costs on the virtual clock.", low=0, high=DAY
@@ -283,7 +281,7 @@ class LearnerConfig:
         return f"learner.backend={self.backend}" + (f" learner.zero_stage={self.zero_stage}" if self.zero_stage else "")
 
     def _check_torch(self) -> None:
-        deepspeed_alone = {"zero_stage": 0, "zero_offload": "none", "zero_offload_params": "none"}
+        deepspeed_alone = {"zero_stage": 0, "zero_offload": "none"}
         for key, off in (deepspeed_alone | {"sequence_parallel_size": 1}).items():
             value = getattr(self, key)
             check(value == off, f"learner.{key}={value} needs learner.backend=deepspeed, not {self.backend}.")
@@ -312,11 +310,12 @@ class LearnerConfig:
             self.mixed_precision != "float16",
             "learner.mixed_precision=float16 needs learner.backend=torch; allowed with deepspeed: none, bfloat16.",
         )
-        for key, least in (("zero_offload", 1), ("zero_offload_params", 3)):
-            check(
-                getattr(self, key) == "none" or self.zero_stage >= least,
-                f"learner.{key}=cpu needs learner.zero_stage of at least {least}, not {self.zero_stage}.",
-            )
+        least = {"none": 0, "cpu": 1, "cpu_params": 3}[self.zero_offload]
+        check(
+            self.zero_stage >= least,
+            f"learner.zero_offload={self.zero_offload} needs learner.zero_stage of at least {least}, not "
+            f"{self.zero_stage}.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

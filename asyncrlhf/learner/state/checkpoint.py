@@ -15,8 +15,8 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from asyncrlhf.errors import CheckpointError
-from asyncrlhf.learner.ranks.distributed import Shards, on_host
-from asyncrlhf.learner.state.state_file import read_plain, read_state
+from asyncrlhf.learner.ranks import Shards, on_host
+from asyncrlhf.learner.state.state_file import read_state
 from asyncrlhf.learner.state.state_writer import StateWriter
 from asyncrlhf.models.adapter import merged_state
 
@@ -38,7 +38,7 @@ def read_head(folder: Path) -> dict[str, Any]:
     for part in (MODEL, TRAINER):
         if not (folder / part).exists():
             raise CheckpointError(f"{folder / part} is missing: not a whole learner checkpoint.")
-    state = read_plain(folder / TRAINER)
+    state = read_state(folder / TRAINER, tensors=False)
     if not isinstance(state, dict) or not {"layout", "version", "critic", "ema"} <= state.keys():
         raise CheckpointError(f"{folder / TRAINER} does not hold a learner's state.")
     return state

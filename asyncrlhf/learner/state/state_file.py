@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 
 from asyncrlhf.errors import CheckpointError
-from asyncrlhf.learner.ranks.spans import Spans, local_spans, overlaps
+from asyncrlhf.learner.ranks import Spans, local_spans, overlaps
 
 Plain = Any  # JSON values: lists and scalars are themselves; an object's only key names the type that it represents
 TENSOR, DICT, TUPLE = "tensor", "dict", "tuple"
@@ -110,20 +110,12 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(flat)
 
 
-def read_plain(path: Path) -> Any:
-    """The state in the header, with numbers for tensors. Raises CheckpointError for a file that is not a state."""
+def read_state(path: Path, tensors: bool = True) -> Any:
+    """The state, tensors in host memory; without ``tensors`` it has their numbers in the header in place of them.
+    Raises CheckpointError for a file that is not a state."""
     try:
         with safe_open(path, "pt") as file:
-            return _joined(json.loads(file.metadata()[STATE]), None)
-    except UNREADABLE as error:
-        raise _unreadable(path, error) from error
-
-
-def read_state(path: Path) -> Any:
-    """The state, tensors in host memory. Raises CheckpointError for a file that is not a state."""
-    try:
-        with safe_open(path, "pt") as file:
-            return _joined(json.loads(file.metadata()[STATE]), file)
+            return _joined(json.loads(file.metadata()[STATE]), file if tensors else None)
     except UNREADABLE as error:
         raise _unreadable(path, error) from error
 
@@ -153,7 +145,7 @@ def read_sharded(template: Any, files: Sequence[Path]) -> Any:
 
 def _fill(template: Any, parts: Sequence[Plain], files: Sequence[Any]) -> Any:
     if isinstance(template, DTensor):
-        _fill_part(template, parts, files)
+        _copy_parts(template.to_local(), local_spans(template), template.shape, parts, files)
         return template
     if isinstance(template, Mapping):
         entries = [{_joined(key, None): item for key, item in part[DICT]} for part in parts]
@@ -196,36 +188,23 @@ def _join(parts: Sequence[Plain], files: Sequence[Any]) -> Any:
     return whole
 
 
-def _fill_part(tensor: DTensor, parts: Sequence[Plain], files: Sequence[Any]) -> None:
-    _copy_parts(tensor.to_local(), local_spans(tensor), tensor.shape, parts, files)
-
-
 @torch.no_grad()
 def _copy_parts(
     local: torch.Tensor, own: Spans, shape: torch.Size, parts: Sequence[Plain], files: Sequence[Any]
 ) -> None:
-    """Fill ``local``, the part ``own`` of a tensor of ``shape``, from the parts in the files."""
-    filled: set[str] = set()  # older versions wrote a part from each rank that has it
+    """Fill ``local``, the part ``own`` of a tensor of ``shape``, from the parts in the files, which do not overlap."""
     found = 0
+    if not shape:  # one number, which every rank has
+        parts, files = parts[:1], files[:1]
     for part, file in zip(parts, files, strict=True):
         if part["shape"] != list(shape):
             raise ValueError(f"a tensor has the shape {part['shape']}, and {list(shape)} is asked for")
         saved = file.get_slice(part[TENSOR])
-        for here, there in overlaps(own, _spans(part, saved.get_shape())):
-            if str(here) not in filled:
-                filled.add(str(here))
-                local[here] = saved[there]
-                found += local[here].numel()
+        for here, there in overlaps(own, part["spans"]):
+            local[here] = saved[there]
+            found += local[here].numel()
     if found != local.numel():
         raise ValueError(f"{found} of a tensor's {local.numel()} numbers are there")
-
-
-def _spans(part: Plain, shape: Sequence[int]) -> Spans:
-    """The place of a part; files of older versions give only its first row."""
-    if "spans" in part:
-        spans: Spans = part["spans"]
-        return spans
-    return [[[part["row"], part["row"] + shape[0]]], *([[0, size]] for size in shape[1:])]
 
 
 def _unreadable(path: Path, error: BaseException) -> CheckpointError:

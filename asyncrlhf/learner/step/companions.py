@@ -6,7 +6,6 @@ import contextlib
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +16,9 @@ from torch import nn
 
 from asyncrlhf.data.packing import microbatch_indices, pack
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.learner.model.forward import PackedPolicy
+from asyncrlhf.learner.model.forward import PackedPolicy, use_float32_head
 from asyncrlhf.learner.model.inputs import PackedInputs
-from asyncrlhf.learner.model.model_pass import last_hidden, trunk_of
-from asyncrlhf.learner.model.output_layer import use_float32_head
+from asyncrlhf.learner.model.model_pass import autocast, last_hidden, trunk_of
 from asyncrlhf.learner.settings.learner_config import LearnerConfig
 from asyncrlhf.learner.step.passes import AUTOCAST
 from asyncrlhf.learner.step.wall import choose_policy
@@ -158,12 +156,9 @@ class RolloutPasses(ABC):
         plain = [replace(r, ref_logprobs=None, values=None, critic_version=None) for r in rollouts]
         batch = pack([TrainSample(rollout, reward=0.0) for rollout in plain])
         inputs = PackedInputs.of_batch(batch, device=self._device)
-        with self._autocast():
+        with autocast(self._device, self._dtype):
             flat = self._flat(inputs).float().cpu().numpy()
         return np.split(flat, np.cumsum([len(rollout.response_ids) for rollout in rollouts])[:-1])
-
-    def _autocast(self) -> AbstractContextManager:
-        return contextlib.nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype)
 
 
 class ReferencePolicy(RolloutPasses):

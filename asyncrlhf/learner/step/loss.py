@@ -85,16 +85,8 @@ class MicrobatchLosses:
         config = self._config
         target = tokens.ref_logprobs if config.kl_target == "ref" else tokens.behavior_logprobs
         assert target is not None
-        return kl_loss(
-            tokens.policy_logprobs,
-            target,
-            anchor,
-            tokens.loss_mask,
-            tokens.sequence_ids,
-            estimator=config.loss_estimator,
-            importance_weighted=config.kl_importance_weighted,
-            **ratio,
-        )
+        how: Options = {"estimator": config.loss_estimator, "importance_weighted": config.kl_importance_weighted}
+        return kl_loss(tokens.policy_logprobs, target, anchor, tokens.loss_mask, tokens.sequence_ids, **how, **ratio)
 
 
 def critic_loss(
@@ -102,16 +94,9 @@ def critic_loss(
 ) -> torch.Tensor:
     """The critic's term of one microbatch, a mean over the update's tokens: 0-dim. ``values`` [m] have the gradient."""
     assert tokens.values is not None and tokens.returns is not None
-    return value_loss(
-        values,
-        tokens.values,
-        tokens.returns,
-        tokens.loss_mask,
-        tokens.sequence_ids,
-        clip=config.value_clip,
-        normaliser=normaliser,
-        sample_weights=tokens.weights,
-    )
+    shared: Options = {"normaliser": normaliser, "sample_weights": tokens.weights}
+    where = (tokens.loss_mask, tokens.sequence_ids)
+    return value_loss(values, tokens.values, tokens.returns, *where, clip=config.value_clip, **shared)
 
 
 def coefficient_rule(config: AlgorithmConfig) -> Coefficient:
@@ -124,7 +109,7 @@ def coefficient_rule(config: AlgorithmConfig) -> Coefficient:
         "signed": (config.cap_low, config.cap_high),
         "soft": (config.sapo_temperature_pos, config.sapo_temperature_neg),
         "gamma": (config.vespo_k_pos, config.vespo_lambda_pos, config.vespo_k_neg, config.vespo_lambda_neg),
-        "dprob": (config.delta_low, config.delta_high, config.cap_high),
+        "dprob": (config.epsilon, config.epsilon_high, config.cap_high),
         "geoclip": (config.epsilon, config.epsilon_high),
     }
     return COEFFICIENTS[config.coef](*bounds[config.coef])

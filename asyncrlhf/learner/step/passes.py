@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,26 +11,18 @@ import torch
 from asyncrlhf.data.packing import microbatch_indices
 from asyncrlhf.learner.model.forward import TokenFacts
 from asyncrlhf.learner.model.inputs import PackedInputs
+from asyncrlhf.learner.model.model_pass import autocast
 from asyncrlhf.learner.step.plan import Microbatch, ResponseTokens, StepPlan, cut_answers
 from asyncrlhf.types import FloatArray
 
 AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Policies(Protocol):
-    """An ``Updater``, as far as passes use it."""
-
-    policy: Any
-    critic: Any
-
-    def looks(self, module: Any, microbatches: Sequence[Microbatch]) -> Iterable[Microbatch | None]: ...
-
-
 class ForwardPasses:
-    """``precision``: a ``learner.mixed_precision``. Policies come from ``Updater`` or are modules with the same
-    interface."""
+    """``updater``: an ``Updater``, which imports this room. ``precision``: a ``learner.mixed_precision``. Policies come
+    from ``updater`` or are modules with the same interface."""
 
-    def __init__(self, updater: Policies, temperature: float, precision: str, device: torch.device) -> None:
+    def __init__(self, updater: Any, temperature: float, precision: str, device: torch.device) -> None:
         self._updater, self._temperature, self._device = updater, temperature, device
         self._dtype = AUTOCAST.get(precision)
         self.dtype = self._dtype or torch.float32  # of the passes
@@ -40,11 +30,11 @@ class ForwardPasses:
 
     def facts(self, policy: Any, microbatch: Microbatch | None) -> TokenFacts:
         """The facts of the microbatch's response tokens; of a dummy for None."""
-        with self._autocast():
+        with autocast(self._device, self._dtype):
             return policy(self._dummy if microbatch is None else microbatch.inputs, self._temperature)
 
     def values(self, critic: Any, microbatch: Microbatch | None) -> torch.Tensor:
-        with self._autocast():
+        with autocast(self._device, self._dtype):
             return critic(self._dummy if microbatch is None else microbatch.inputs)
 
     @torch.no_grad()
@@ -57,30 +47,26 @@ class ForwardPasses:
 
     def all_logprobs(self, plan: StepPlan, policy: Any) -> torch.Tensor:
         """A frozen policy's log-probs of the rank's response tokens: [M]."""
-        return self._all(
-            policy, plan.microbatches, len(plan.tokens.loss_mask), lambda part: self.facts(policy, part).logprobs
-        )
+        count = len(plan.tokens.loss_mask)
+        return self._all(policy, plan.microbatches, count, lambda part: self.facts(policy, part).logprobs)
 
     def all_values(self, plan: StepPlan) -> torch.Tensor:
         """The critic's values of the rank's response tokens: [M]."""
-        return self._all(self._updater.critic, plan.microbatches, len(plan.tokens.loss_mask), self._own_values)
+        return self._critics(plan.microbatches, len(plan.tokens.loss_mask))
 
     def final_values(self, plan: StepPlan, token_budget: int) -> torch.Tensor:
         """The present critic's value of the state after each truncated answer, 0 after a complete one: [N]."""
         microbatches, sequences = cut_answers(plan, token_budget, self._device)
-        found = self._all(self._updater.critic, microbatches, len(sequences), self._own_values)
+        found = self._critics(microbatches, len(sequences))
         return torch.zeros(len(plan.tokens.rewards), device=self._device).index_put((sequences,), found)
 
-    def _own_values(self, microbatch: Microbatch | None) -> torch.Tensor:
-        return self.values(self._updater.critic, microbatch)
+    def _critics(self, microbatches: Sequence[Microbatch], count: int) -> torch.Tensor:
+        critic = self._updater.critic
+        return self._all(critic, microbatches, count, lambda part: self.values(critic, part))
 
     @torch.no_grad()
     def _all(
-        self,
-        module: Any,
-        microbatches: Sequence[Microbatch],
-        count: int,
-        said: Callable[[Microbatch | None], torch.Tensor],
+        self, module: Any, microbatches: Sequence[Microbatch], count: int, said: Callable[[Any], torch.Tensor]
     ) -> torch.Tensor:
         """The values of all microbatches, each in its place: [count]."""
         result = torch.zeros(count, device=self._device)
@@ -97,11 +83,8 @@ class ForwardPasses:
         long = np.array([place for place, text in enumerate(texts) if len(text) > 1], np.int64)
         for run in microbatch_indices(np.array([len(texts[place]) for place in long], np.int64), token_budget):
             inputs, lengths = PackedInputs.of_texts([texts[place] for place in long[run]], self._device)
-            with self._autocast():
+            with autocast(self._device, self._dtype):
                 flat = policy(inputs, 1.0).logprobs.float().cpu().numpy()
             for place, own in zip(long[run], np.split(flat, np.cumsum(lengths)[:-1]), strict=True):
                 found[place] = own
         return found
-
-    def _autocast(self) -> AbstractContextManager:
-        return contextlib.nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype)

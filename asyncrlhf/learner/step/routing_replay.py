@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from asyncrlhf.errors import AsyncRLHFError
-from asyncrlhf.learner.ranks.distributed import Peers, all_sum
+from asyncrlhf.learner.ranks import Peers, all_sum
 from asyncrlhf.models.routes import Router, Routers
 from asyncrlhf.types import TrainBatch
 

@@ -28,7 +28,7 @@ from asyncrlhf.algorithms.kl import kl_sequence_rewards, kl_token_rewards
 from asyncrlhf.algorithms.masked import masked_values, moments, segment_sum, whiten
 from asyncrlhf.algorithms.statistics import EffectiveSize, together
 from asyncrlhf.algorithms.weights import behavior_weight, interpolated_proximal, target_anchor
-from asyncrlhf.learner.ranks.distributed import Peers, all_gather
+from asyncrlhf.learner.ranks import Peers, all_gather
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
 from asyncrlhf.learner.step.plan import Microbatch, ResponseTokens
 
@@ -110,8 +110,8 @@ def _sequence_advantages(rewards: torch.Tensor, group_ids: torch.Tensor, config:
         return torch.zeros_like(rewards)
     if config.advantage == "vstar":
         return vstar(rewards, group_ids, beta=config.vstar_beta)
-    options = {"group_norm": {"eps": config.advantage_eps}, "group_mean": {"shift": config.advantage_shift}}
-    return SEQUENCE_ADVANTAGES[config.advantage](rewards, group_ids, **options.get(config.advantage, {}))
+    options = {"shift": config.advantage_shift} if config.advantage == "group_mean" else {}
+    return SEQUENCE_ADVANTAGES[config.advantage](rewards, group_ids, **options)
 
 
 def proximal_of(config: AlgorithmConfig, tokens: ResponseTokens) -> torch.Tensor:

@@ -17,8 +17,7 @@ from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner.model.forward import TokenFacts
 from asyncrlhf.learner.model.inputs import PackedInputs
 from asyncrlhf.learner.model.loading import hold_places, in_turn
-from asyncrlhf.learner.ranks.distributed import Shards, barrier, init_single_process_group, padded
-from asyncrlhf.learner.ranks.spans import Part
+from asyncrlhf.learner.ranks import Part, Shards, barrier, init_single_process_group, padded
 from asyncrlhf.learner.settings.learner_config import LearnerConfig
 from asyncrlhf.learner.state import checkpoint
 from asyncrlhf.learner.state.state_file import read_state
@@ -276,9 +275,9 @@ def engine_settings(
     # In elements. Each engine allocates all of it: 2 GB of float32, even if the gradients take a few megabytes.
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": min(BUCKET, parameters)}
     pinned = {"device": "cpu", "pin_memory": device.type == "cuda"}
-    if config.zero_offload == "cpu":
+    if config.zero_offload != "none":
         zero["offload_optimizer"] = pinned
-    if config.zero_offload_params == "cpu":
+    if config.zero_offload == "cpu_params":
         zero["offload_param"] = pinned
     if stage == 3:
         zero["stage3_param_persistence_threshold"] = 10 * hidden_size  # norms and biases stay whole

@@ -16,8 +16,7 @@ from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner.model.forward import PackedPolicy
 from asyncrlhf.learner.model.loading import read_shards
 from asyncrlhf.learner.model.tensor_parallel import add_up, deal_out_model
-from asyncrlhf.learner.ranks.distributed import Shards, padded
-from asyncrlhf.learner.ranks.mesh import Mesh
+from asyncrlhf.learner.ranks import Mesh, Shards, padded
 from asyncrlhf.learner.state.state_file import read_sharded
 from asyncrlhf.learner.state.state_writer import StateWriter
 from asyncrlhf.learner.step.plan import Microbatch

@@ -94,7 +94,7 @@ def _build(config: LearnerConfig, groups: list[dict[str, Any]], betas: tuple[flo
 def _groups(module: nn.Module, rate: float, decay: float, muon: bool) -> list[dict[str, Any]]:
     """The trained parameters in groups: those with rows, which decay, and vectors. For Muon the matrices except those
     with one row per token (embeddings and output layers)."""
-    from asyncrlhf.learner.ranks.distributed import by_layout  # imports DTensors, which the driver of a run never needs
+    from asyncrlhf.learner.ranks import by_layout  # imports DTensors, which the driver of a run never needs
 
     trained = [p for p in module.parameters() if p.requires_grad]
     tables = {id(parameter) for parameter in _tables(module)} if muon else set()

@@ -15,8 +15,7 @@ from asyncrlhf.learner.model.forward import PackedPolicy
 from asyncrlhf.learner.model.loading import read_into, read_shards
 from asyncrlhf.learner.model.pipeline import Stage, StageShards, one_forward_one_backward
 from asyncrlhf.learner.model.tensor_parallel import add_up, deal_out_model
-from asyncrlhf.learner.ranks.distributed import Peers, Shards, all_sum
-from asyncrlhf.learner.ranks.mesh import Mesh
+from asyncrlhf.learner.ranks import Mesh, Peers, Shards, all_sum
 from asyncrlhf.learner.state import checkpoint
 from asyncrlhf.learner.state.state_file import read_parts
 from asyncrlhf.learner.state.state_writer import StateWriter

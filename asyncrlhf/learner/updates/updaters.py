@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from asyncrlhf.errors import CheckpointError
-from asyncrlhf.learner.ranks.distributed import Peers, Shards, all_sum, by_layout, on_host, padded, whole
+from asyncrlhf.learner.ranks import Peers, Shards, all_sum, by_layout, on_host, padded, whole
 from asyncrlhf.learner.settings.learner_config import LearnerConfig
 from asyncrlhf.learner.state import checkpoint
 from asyncrlhf.learner.state.state_file import read_parts

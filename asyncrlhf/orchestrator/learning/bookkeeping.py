@@ -23,9 +23,9 @@ from asyncrlhf.orchestrator.rollouts.heldout import HeldOut, Measured
 from asyncrlhf.orchestrator.state import RunState
 from asyncrlhf.records.show.progress import RunView
 from asyncrlhf.records.write.checkpoint import CheckpointWriter
-from asyncrlhf.records.write.evaluations import write_answers
 from asyncrlhf.records.write.record_marker import RecordMarker
 from asyncrlhf.records.write.recorder import RunRecorder
+from asyncrlhf.records.write.rollout_rows import write_answers
 from asyncrlhf.types import Payload
 
 WRITE_OUT_SECONDS = 10.0  # for a checkpoint that is being written when the run fails

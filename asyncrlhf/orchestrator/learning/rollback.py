@@ -60,7 +60,7 @@ class Rollback:
 
     async def recover(self, error: ReplicaError) -> None:
         """Restart the learner after ``error`` and take the run back. Raises ReplicaError with the first cause if the
-        learner had already died ``learner.max_restarts`` times without training any further step."""
+        learner had already died ``max_restarts`` times without training any further step."""
         while True:
             await self.learn.forget()
             await self.learn.bookkeeping.give_up_writing()
@@ -75,7 +75,7 @@ class Rollback:
                 error = again
 
     def _count(self, error: ReplicaError) -> None:
-        state, most = self.state, self.state.config.learner.max_restarts
+        state, most = self.state, self.state.config.max_restarts
         if not most:
             raise error
         if all(state.version > version for version, _ in self._deaths) and isinstance(error, LearnerLostError):
@@ -86,7 +86,7 @@ class Rollback:
             return
         raise ReplicaError(
             f"{self._deaths[0][1]} The learner died {len(self._deaths)} times at step {state.version} without getting "
-            f"any further (learner.max_restarts={most})."
+            f"any further (max_restarts={most})."
         ) from self._deaths[0][1]
 
     async def _restart(self) -> None:

@@ -30,7 +30,7 @@ class Recovery:
         """Restart dead replicas, one after another; remove a replica that has no restarts left."""
         while True:
             replica = await self.state.dead.get()
-            if replica.restarts >= self.state.config.generator.max_restarts:
+            if replica.restarts >= self.state.config.max_restarts:
                 await self._leave_out(replica)
                 continue
             self._refuse_lost_version(replica)
@@ -81,7 +81,7 @@ class Recovery:
         if self.state.dead.empty() and not any(r.alive for r in self.state.replicas):
             raise ReplicaError(
                 f"no generator is left: {replica.name} died after {replica.restarts} restarts "
-                f"(generator.max_restarts={self.state.config.generator.max_restarts}). Cause: {replica.cause}"
+                f"(max_restarts={self.state.config.max_restarts}). Cause: {replica.cause}"
             )
         self.state.replicas.remove(replica)
         self.state.message(f"{replica.name} is not started again after {replica.restarts} restarts.")

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from asyncrlhf.cluster.handles import AnnotatorHandle, WorkerLostError
-from asyncrlhf.errors import ReplicaError, RewardError
+from asyncrlhf.errors import ReplicaError
 from asyncrlhf.orchestrator.rollouts.assembly import Assembly
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.readahead.owners import ChunkInfo, ReadTotals
@@ -251,18 +251,12 @@ class Rewards(Annotator):
         return batch, len(batch) == self._budget
 
     def _accept(self, info: RolloutInfo, annotation: Annotation) -> None:
-        """Raises RewardError for a rollout without a score where ``reward.on_failure`` is ``stop``."""
         super()._accept(info, annotation)
         self._state.batch_faults(annotation.faults)
-        failed = annotation.error is not None and not annotation.abstained
-        if failed and self._state.config.reward.on_failure == "stop":
-            raise RewardError(
-                f"Rollout {annotation.rollout_id} got no reward (reward.on_failure=stop): {annotation.error}"
-            )
 
 
 class References(Annotator):
-    """The reference service (``reference.where=service``)."""
+    """The reference service (``reference.workers``)."""
 
     kind = "reference"
 

@@ -110,10 +110,11 @@ class Assembly:
     def _refuse_mass_failure(self, error: str) -> None:
         failures = self._outcomes.count(False)
         full = len(self._outcomes) == self._outcomes.maxlen
-        if full and failures > self._state.config.max_failure_fraction * len(self._outcomes):
+        allowed = self._state.config.max_failure_fraction
+        if (full or not allowed) and failures > allowed * len(self._outcomes):
             raise AsyncRLHFError(
                 f"{failures} of the last {len(self._outcomes)} rollouts failed "
-                f"(max_failure_fraction={self._state.config.max_failure_fraction:g}); the last cause: {error}"
+                f"(max_failure_fraction={allowed:g}); the last cause: {error}"
             )
         if full and None in self._outcomes and True not in self._outcomes:
             raise AsyncRLHFError(
@@ -138,24 +139,24 @@ class Assembly:
             if refused is not None:
                 self._give_up(whole, refused, None)
             elif self._state.config.async_.over_stale == "mask":
-                self.evict()  # a straggler without one token inside the bound: no step may come that would evict it
+                self.evict_stale()  # a straggler without one token inside the bound: maybe no step follows
         self._state.progressed(self._state.batch if self._state.groups else self._state.changed)
 
     def _give_up(self, group: RolloutGroup, reason: DropReason, uses_left: int | None) -> None:
         """Drop a whole group whose places in the buffer are already free; the gate gets ``uses_left`` places back."""
-        self._drop(group, reason)
+        self.drop([group], reason)
         self._state.gate.release(uses_left)
         self._state.room.notify()
 
-    def evict(self) -> None:
+    def evict_stale(self) -> None:
         """File the groups that the buffer removes because they cannot train at the present version and bound."""
         state = self._state
         state.buffer.set_bound(state.bound)
-        self._file(state.buffer.evict(state.version))
+        self._file(state.buffer.evict_stale(state.version))
 
     def retire(self) -> set[int]:
         """File the groups that could only be consumed over the bound; returns the ids of unfinished rollouts."""
-        self.evict()
+        self.evict_stale()
         state = self._state
         if state.scheduled or state.config.async_.over_stale != "drop":
             return set()
@@ -174,9 +175,19 @@ class Assembly:
 
     def cancel(self, group_ids: Iterable[int], reason: DropReason) -> set[int]:
         """Drop unfinished groups; returns the ids of their rollouts that are not finished yet."""
-        gone = set(self.abandon(group_ids, reason))
-        for rollout_id in [i for i in self._state.requeue if i in gone]:
-            self._state.requeue.remove(rollout_id)
+        state, gone = self._state, set[int]()
+        for group_id in group_ids:
+            group = state.groups[group_id]
+            scored = {info.rollout_id: info for info in group.scored}
+            for rollout_id in sorted(group.unscored | scored.keys()):
+                state.ledger.drop(rollout_id, reason)
+                self._discard(rollout_id, group_id, scored.get(rollout_id), "dropped", reason)
+            gone |= group.unfinished
+            state.buffer.release(len(group.unscored) + len(scored))
+            state.gate.release()
+            del state.groups[group_id]
+        for rollout_id in [i for i in state.requeue if i in gone]:
+            state.requeue.remove(rollout_id)
         return gone
 
     def purge(self, version: int) -> None:
@@ -189,31 +200,9 @@ class Assembly:
             self._give_up(group, "stale", group.uses_left)
         self._state.follow()
 
-    def abandon(self, group_ids: Iterable[int], reason: DropReason) -> list[int]:
-        """Drop unfinished groups; returns the ids of their rollouts that generators still hold."""
-        in_flight: list[int] = []
-        for group_id in group_ids:
-            group = self._state.groups[group_id]
-            scored = {info.rollout_id: info for info in group.scored}
-            for rollout_id in sorted(group.unscored | scored.keys()):
-                self._state.ledger.drop(rollout_id, reason)
-                self._discard(rollout_id, group_id, scored.get(rollout_id), "dropped", reason)
-            in_flight.extend(group.unfinished)
-            self._state.buffer.release(len(group.unscored) + len(scored))
-            self._state.gate.release()
-            del self._state.groups[group_id]
-        return in_flight
-
-    def clear_buffer(self) -> None:
-        """At the end of the run, drop the groups that are left in the buffer with the reason ``shutdown``."""
-        self.drop(self._state.buffer.groups(), "shutdown")
-
     def drop(self, groups: Iterable[RolloutGroup], reason: DropReason) -> None:
         """File the end of whole groups; the caller frees their places in the buffer."""
         for group in groups:
-            self._drop(group, reason)
-
-    def _drop(self, group: RolloutGroup, reason: DropReason) -> None:
-        for info in group.rollouts:
-            self._state.ledger.drop(info.rollout_id, reason)
-            self._discard(info.rollout_id, group.group_id, info, "dropped", reason)
+            for info in group.rollouts:
+                self._state.ledger.drop(info.rollout_id, reason)
+                self._discard(info.rollout_id, group.group_id, info, "dropped", reason)

@@ -61,7 +61,7 @@ class CriticVersions:
 
 
 class Critics(Annotator):
-    """The critic service (``critic.where=service``): the critic of its version scores a rollout; a call has one
+    """The critic service (``critic.workers``): the critic of its version scores a rollout; a call has one
     version."""
 
     kind = "critic"

@@ -11,9 +11,10 @@ from typing import Any
 from asyncrlhf.config.drift import Change, drift, told
 from asyncrlhf.config.inputs import digests
 from asyncrlhf.config.run_config import RunConfig
-from asyncrlhf.records.write.attempts import add_attempt, exit_reason, read_attempts
+from asyncrlhf.records.write.attempts import add_attempt, read_attempts
 from asyncrlhf.records.write.checkpoint import Saved
 from asyncrlhf.records.write.record_marker import RecordMarker, is_used, recorded_steps
+from asyncrlhf.records.write.recorder import read_summary
 from asyncrlhf.validation import check
 
 
@@ -56,7 +57,7 @@ def _begin(config: RunConfig, run_dir: Path, inputs: Mapping[str, str]) -> Origi
     if config.checkpoint.resume != "auto" or not is_used(run_dir):
         return Origin(inputs=inputs)
     check(
-        exit_reason(run_dir) != "done",
+        (read_summary(run_dir) or {}).get("exit_reason") != "done",
         f"run_dir={run_dir} holds a finished run without a checkpoint to continue from; give another run_dir.",
     )
     said = (

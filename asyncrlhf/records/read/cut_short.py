@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pyarrow.dataset as ds
 
-from asyncrlhf.records.read.history import Findings, read_journal
+from asyncrlhf.records.read.replay import Findings, read_journal
 from asyncrlhf.records.write.journal import JOURNAL_FILE
 
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from asyncrlhf.records.show.summary import REPLICA_PREFIX
-from asyncrlhf.records.write.recorder import CONFIG_FILE, METRICS_FILE, ROLLOUTS_FOLDER, SUMMARY_FILE
+from asyncrlhf.records.write.recorder import CONFIG_FILE, METRICS_FILE, ROLLOUTS_FOLDER, read_summary
 
 SHOWN_COLUMNS = ("rollout_id", "prompt", "response", "reward", "staleness", "state", "generator_id")
 DEPTH = 4  # folders from runs to runs/sweeps/NAME/jobs/JOB
@@ -73,8 +73,8 @@ class RunFollower:
 
     def read(self) -> None:
         self._tail.read()
-        self.config = _mapping(self.path / CONFIG_FILE, yaml.safe_load) or self.config
-        self.summary = _mapping(self.path / SUMMARY_FILE, json.loads)
+        self.config = _config(self.path / CONFIG_FILE) or self.config
+        self.summary = read_summary(self.path) or {}
         self._read_rollouts()
 
     @property
@@ -159,10 +159,10 @@ def newest_run(folder: Path) -> Path | None:
     return max(found, key=written).parent if found else None
 
 
-def _mapping(path: Path, parse: Any) -> dict[str, Any]:
+def _config(path: Path) -> dict[str, Any]:
     """The file's content; empty if it is missing or incomplete."""
     try:
-        found = parse(path.read_text(encoding="utf-8"))
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return dict(found) if isinstance(found, Mapping) else {}

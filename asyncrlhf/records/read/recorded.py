@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,14 +10,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from asyncrlhf.records.read.history import DROPPED, FAILED, TRAINED, Findings
+from asyncrlhf.records.read.replay import DROPPED, FAILED, TRAINED, Findings
 from asyncrlhf.records.write.recorder import ROLLOUTS_FOLDER
+from asyncrlhf.records.write.rollout_rows import ROLLOUT_SCHEMA
 
 _ENDS = {"trained": TRAINED, "dropped": DROPPED, "failed": FAILED}
 _COLUMNS = (
     *("rollout_id", "group_id", "reward", "policy_versions", "consumed_at_version"),
     *("staleness", "state", "generator_id"),
 )
+_SCHEMA = pa.schema([ROLLOUT_SCHEMA.field(name) for name in _COLUMNS])
 IntArray = np.ndarray
 
 
@@ -50,32 +51,38 @@ def read_rollouts(run_dir: Path, found: Findings) -> Recorded:
     """Read all parts; a part that cannot be read becomes a finding."""
     parts = sorted((run_dir / ROLLOUTS_FOLDER).glob("part-*.parquet"))
     _check_numbers(parts, found)
-    pieces: dict[str, list[np.ndarray]] = {}
-    files, names, rows = list[str](), dict[str, int](), 0
+    files, tables = list[str](), [_SCHEMA.empty_table()]
     for path in parts:
         name = f"{ROLLOUTS_FOLDER}/{path.name}"
         try:
-            table = pq.read_table(path, columns=list(_COLUMNS))
+            tables.append(pq.read_table(path, columns=_SCHEMA.names).select(_SCHEMA.names).cast(_SCHEMA))
+            files.append(name)
         except (OSError, pa.ArrowException, ValueError) as error:
             found.add(f"{name} cannot be read: {' '.join(str(error).split())[:200]}")
-            continue
-        for key, values in _columns(table, names, rows):
-            pieces.setdefault(key, []).append(values)
-        pieces.setdefault("part", []).append(np.full(table.num_rows, len(files)))
-        files.append(name)
-        rows += table.num_rows
-    empty = _columns(pa.table({name: pa.array([], _EMPTY[name]) for name in _COLUMNS}), names, 0)
-    arrays = {key: np.concatenate(pieces.get(key, [values])) for key, values in [*empty, ("part", np.array([], int))]}
-    return Recorded(files=files, generators=list(names), **arrays)
-
-
-_LIST = pa.list_(pa.int64())
-_EMPTY = {
-    **dict.fromkeys(("rollout_id", "group_id", "staleness"), pa.int64()),
-    **dict.fromkeys(("policy_versions", "consumed_at_version"), _LIST),
-    **dict.fromkeys(("state", "generator_id"), pa.string()),
-    "reward": pa.float64(),
-}
+    table = pa.concat_tables(tables).combine_chunks()
+    generators = table["generator_id"].combine_chunks().dictionary_encode()
+    lengths, versions = _lists(table["policy_versions"])
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    falls = np.zeros(len(lengths), dtype=bool)
+    falls[rows[1:][(np.diff(versions) < 0) & (np.diff(rows) == 0)]] = True
+    uses, used_at = _lists(table["consumed_at_version"])
+    return Recorded(
+        files=files,
+        part=np.repeat(np.arange(len(files)), [one.num_rows for one in tables[1:]]),
+        ids=_integers(table["rollout_id"]),
+        groups=_integers(table["group_id"]),
+        rewards=pc.fill_null(table["reward"], np.nan).to_numpy(),
+        lengths=lengths,
+        oldest=_of_each(np.minimum, lengths, versions),
+        newest=_of_each(np.maximum, lengths, versions),
+        falls=falls,
+        staleness=_integers(table["staleness"]),
+        ends=np.array([_ENDS.get(word, -1) for word in table["state"].to_pylist()], dtype=np.int64),
+        generators=generators.dictionary.to_pylist(),
+        generator=_integers(generators.indices),
+        used_row=np.repeat(np.arange(len(uses)), uses),
+        used_at=used_at,
+    )
 
 
 def _check_numbers(parts: list[Path], found: Findings) -> None:
@@ -84,33 +91,15 @@ def _check_numbers(parts: list[Path], found: Findings) -> None:
         found.add(f"{ROLLOUTS_FOLDER}/: parts {{ids}} are missing.", *missing)
 
 
-def _columns(table: pa.Table, names: dict[str, int], first_row: int) -> Iterator[tuple[str, np.ndarray]]:
-    """One part's columns; ``names`` numbers the generators, and new ones are added."""
-    yield "ids", _integers(table["rollout_id"])
-    yield "groups", _integers(table["group_id"])
-    yield "rewards", pc.fill_null(table["reward"], np.nan).to_numpy()
-    yield "staleness", _integers(table["staleness"])
-    yield "ends", np.array([_ENDS.get(word, -1) for word in table["state"].to_pylist()], dtype=np.int64)
-    generators = table["generator_id"].to_pylist()
-    yield "generator", np.array([-1 if n is None else names.setdefault(n, len(names)) for n in generators], np.int64)
-    lengths, versions = _lists(table["policy_versions"])
-    yield "lengths", lengths
-    rows = np.repeat(np.arange(len(lengths)), lengths)
-    starts = (np.cumsum(lengths) - lengths)[lengths > 0]
-    for key, ufunc in (("oldest", np.minimum), ("newest", np.maximum)):
-        values = np.full(len(lengths), -1)
-        if len(starts):
-            values[lengths > 0] = ufunc.reduceat(versions, starts)
-        yield key, values
-    falls = np.zeros(len(lengths), dtype=bool)
-    falls[rows[1:][(np.diff(versions) < 0) & (np.diff(rows) == 0)]] = True
-    yield "falls", falls
-    uses, used_at = _lists(table["consumed_at_version"])
-    yield "used_row", first_row + np.repeat(np.arange(len(uses)), uses)
-    yield "used_at", used_at
+def _of_each(ufunc: np.ufunc, lengths: IntArray, values: IntArray) -> IntArray:
+    """[R] the smallest or largest of each row's values, which follow each other; -1 for a row without any."""
+    found, filled = np.full(len(lengths), -1), lengths > 0
+    if filled.any():
+        found[filled] = ufunc.reduceat(values, (np.cumsum(lengths) - lengths)[filled])
+    return found
 
 
-def _integers(column: pa.ChunkedArray) -> IntArray:
+def _integers(column: pa.ChunkedArray | pa.Array) -> IntArray:
     return np.asarray(pc.fill_null(column, -1).to_numpy(), dtype=np.int64)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
+from asyncrlhf.buffer.async_config import SETTABLE
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.records.read.history import as_given
 from asyncrlhf.records.write.recorder import CONFIG_FILE
 from asyncrlhf.validation import check
 
@@ -24,4 +24,6 @@ def recorded_settings(named: str, run: Path) -> dict[str, Any]:
         raise ConfigError(f"{named} has a {CONFIG_FILE} that cannot be read: {error}.") from error
     whole = isinstance(saved, dict) and isinstance(saved.get("async"), dict)
     check(whole, f"{named} has a {CONFIG_FILE} without settings of a run; give the directory of a run.")
-    return {**saved, "async": as_given(saved["async"])}
+    mode = saved["async"].get("mode")  # its own bound and lag stand in the file, and may not be given again
+    given = {key: value if SETTABLE.get(key, mode) == mode else None for key, value in saved["async"].items()}
+    return {**saved, "async": given}

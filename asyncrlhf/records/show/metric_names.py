@@ -86,25 +86,15 @@ FAMILIES: tuple[Family, ...] = (
         ("staleness_max", "versions", "largest staleness", "Largest of the batch; never above staleness_bound."),
         ("staleness_in_flight_mean", "versions", "staleness in flight", "The part that arose during generation."),
         ("staleness_in_queue_mean", "versions", "staleness in queue", "The part that arose after its last token."),
-        ("staleness_p10", "versions", "staleness, 10%", "10th percentile over the batch."),
-        ("staleness_p50", "versions", "staleness, median", "Median over the batch."),
-        ("staleness_p90", "versions", "staleness, 90%", "90th percentile over the batch."),
-        (
-            "staleness_in_flight_p10",
-            "versions",
-            "staleness in flight, 10%",
-            "10th percentile over the batch.",
+        *(
+            (f"staleness{part}_p{percent}", "versions", f"staleness{words}, {short}", f"{long} over the batch.")
+            for part, words in (("", ""), ("_in_flight", " in flight"), ("_in_queue", " in queue"))
+            for percent, short, long in (
+                (10, "10%", "10th percentile"),
+                (50, "median", "Median"),
+                (90, "90%", "90th percentile"),
+            )
         ),
-        ("staleness_in_flight_p50", "versions", "staleness in flight, median", "Median over the batch."),
-        (
-            "staleness_in_flight_p90",
-            "versions",
-            "staleness in flight, 90%",
-            "90th percentile over the batch.",
-        ),
-        ("staleness_in_queue_p10", "versions", "staleness in queue, 10%", "10th percentile over the batch."),
-        ("staleness_in_queue_p50", "versions", "staleness in queue, median", "Median over the batch."),
-        ("staleness_in_queue_p90", "versions", "staleness in queue, 90%", "90th percentile over the batch."),
         ("staleness_bound", "versions", "staleness bound", "The bound that the batch was taken under."),
         ("mixed_version_fraction", "share", "mixed versions", "Rollouts whose tokens are of several versions."),
         ("version_lag_mean", "versions", "token lag", "Mean over tokens of the policy's version less the token's."),

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrlhf.records.show.metric_names import titled
-from asyncrlhf.records.show.sink import RunFacts
+from asyncrlhf.records.show.sinks import RunFacts
+from asyncrlhf.records.write.recorder import flatten
 
 _ID_FILE = "mlflow-run-id.txt"
 _PARAMS_A_CALL, _VALUE_LENGTH = 100, 500  # limits of every MLflow server
@@ -35,17 +36,17 @@ class MlflowSink:
             found = client.get_experiment_by_name(name)
             experiment = found.experiment_id if found is not None else client.create_experiment(name)
             label = f"{run.run_dir.parent.name}/{run.run_dir.name}"
-            group = (run.config.get("logging") or {}).get("wandb_group", "")
+            group = run.logging.wandb_keywords.get("group", "")
             tags = {"stage": run.stage, **({"group": group} if group else {})}
             self._id = client.create_run(experiment, run_name=label, tags=tags).info.run_id
             id_file.write_text(self._id + "\n")
-            self._log_params(client, _flat(run.config))
+            self._log_params(client, flatten(run.config))
         self._client = client
 
     def _log_params(self, client: Any, settings: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        params = [Param(name, str(value)[:_VALUE_LENGTH]) for name, value in settings.items()]
+        params = [Param(_allowed(name), str(value)[:_VALUE_LENGTH]) for name, value in settings.items()]
         for first in range(0, len(params), _PARAMS_A_CALL):
             client.log_batch(self._id, params=params[first : first + _PARAMS_A_CALL])
 
@@ -66,11 +67,3 @@ class MlflowSink:
 def _allowed(name: str) -> str:
     """The name in MLflow's characters, letters, digits and ``_-. :/``: ``lag_9+/kl`` becomes ``lag_9_/kl``."""
     return re.sub(r"[^\w\-. :/]", "_", name)
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        flat |= _flat(value, f"{name}.") if isinstance(value, Mapping) else {_allowed(name): value}
-    return flat

@@ -14,22 +14,9 @@ from rich.table import Table
 
 from asyncrlhf.records.show.callbacks import Callbacks
 from asyncrlhf.records.show.sinks import Sinks
-from asyncrlhf.records.show.summary import duration, mean, reward_ends, time_weighted_mean, values
+from asyncrlhf.records.show.summary import duration
 from asyncrlhf.redaction import redact
 from asyncrlhf.validation import check_choice
-
-_SHOWN = (
-    "reward_mean",
-    "samples_per_second",
-    "learner_idle_fraction",
-    "generator_idle_fraction",
-    "staleness_mean",
-    "staleness_max",
-    "buffer_size",
-    "generators_alive",
-    "generators_held_back",
-    "wall_time",
-)
 
 
 class Progress:
@@ -56,20 +43,19 @@ class Progress:
         self._start_step = start_step
         self._start_time = clock()
         self._latest: dict[str, Any] = {"step": start_step}
-        self._rows: list[dict[str, Any]] = []  # the steps shown, for the means at the end
         self._phase = ""
         self._printed_step: int | None = None
         self._printed_at = float("-inf")
         self._live: Live | None = None
         if self._mode == "rich":
-            self._live = Live(self._render(self._latest), console=self._console, refresh_per_second=4, transient=False)
+            self._live = Live(self._render(), console=self._console, refresh_per_second=4, transient=False)
             self._live.start()
 
     def phase(self, text: str) -> None:
         """Show the stage of the set-up: as the live display's title, or as a line."""
         self._phase = text
         if self._live is not None:
-            self._live.update(self._render(self._latest), refresh=True)
+            self._live.update(self._render(), refresh=True)
         else:
             self.message(f"{text}.")
 
@@ -81,8 +67,7 @@ class Progress:
         """Show one learner step's metrics. A value that this step lacks (held-out accuracy) keeps its last one."""
         self._latest.update({key: value for key, value in metrics.items() if value is not None})
         if self._live is not None:
-            self._rows.append({key: metrics[key] for key in _SHOWN if key in metrics})
-            self._live.update(self._render(self._latest))
+            self._live.update(self._render())
         elif self._mode == "plain" and self._clock() - self._printed_at >= 1.0:
             self._print_line()
 
@@ -92,10 +77,8 @@ class Progress:
             self._console.print(redact(text), markup=False, highlight=False)
 
     def stop(self) -> None:
-        """End the display and print the run's means. A second call does nothing."""
+        """End the display. A second call does nothing."""
         if self._live is not None:
-            if self._rows:
-                self._live.update(self._render(self._means(), f": means, reward of the last {self._tenth}"))
             self._live.stop()
             self._live = None
         elif self._mode == "plain" and self._latest["step"] not in (self._printed_step, self._start_step):
@@ -103,40 +86,26 @@ class Progress:
         self._mode = "none"
 
     def _print_line(self) -> None:
-        facts = ", ".join(f"{name} {value}" for name, value in self._facts(self._latest))
+        facts = ", ".join(f"{name} {value}" for name, value in self._facts())
         self._console.print(
             f"step {self._latest['step']}/{self._total}: {facts}", markup=False, highlight=False, soft_wrap=True
         )
         self._printed_step, self._printed_at = self._latest["step"], self._clock()
 
-    @property
-    def _tenth(self) -> str:
-        window = reward_ends(self._rows)["window"]
-        return "step" if window == 1 else f"{window} steps"
-
-    def _means(self) -> dict[str, Any]:
-        """Means of all steps shown, rates weighted by time; the largest staleness, and the last tenth's reward."""
-        rows = self._rows
-        means: dict[str, Any] = {key: time_weighted_mean(rows, key) for key in _SHOWN}
-        means |= {key: mean(values(rows, key)) for key in ("staleness_mean", "buffer_size")}
-        last = {key: self._latest.get(key) for key in ("step", "heldout_accuracy", "generators_alive")}
-        most = max(values(rows, "staleness_max"), default=None)
-        return means | last | {"staleness_max": most, "reward_mean": reward_ends(rows)["last"]}
-
-    def _render(self, figures: Mapping[str, Any], of: str = "") -> RenderableType:
+    def _render(self) -> RenderableType:
         grid = Table.grid(padding=(0, 2))
-        facts = self._facts(figures)
+        facts = self._facts()
         for start in range(0, len(facts), 3):
             grid.add_row(*(f"[dim]{name}[/] [bold]{value}[/]" for name, value in facts[start : start + 3]))
         body = Table.grid(expand=True)
         body.add_row(ProgressBar(total=self._total, completed=min(self._latest["step"], self._total)))
         body.add_row(grid)
-        title = self._phase or f"step {self._latest['step']} of {self._total}{of}"
+        title = self._phase or f"step {self._latest['step']} of {self._total}"
         return Panel(body, title=title, title_align="left", width=92)
 
-    def _facts(self, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    def _facts(self) -> list[tuple[str, str]]:
         """The displayed facts in a fixed order: name and text."""
-        get = figures.get
+        get = self._latest.get
         formats = [
             ("reward", "{:.3f}", "reward_mean"),
             ("held-out", "{:.3f}", "heldout_accuracy"),
@@ -173,7 +142,7 @@ class RunView(Progress):
     def __init__(self, sinks: Sinks, total: int, mode: str, start_step: int, callbacks: Callbacks) -> None:
         super().__init__(total, mode, start_step=start_step)
         self._sinks = sinks
-        sinks.tell = self.message  # when it happens, and not when the next step is done
+        sinks.tell(self.message)
         self._callbacks = callbacks
         self._resumed = start_step > 0
 
@@ -185,8 +154,6 @@ class RunView(Progress):
     def step(self, metrics: Mapping[str, Any]) -> None:
         self.update(metrics)
         self._sinks.log(metrics)
-        for sentence in self._sinks.news():
-            self.message(sentence)
         self._callbacks.call("on_step", dict(metrics))
 
     def evaluated(self, step: int, accuracy: float) -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 from asyncrlhf.config.environment_config import LoggingConfig
 from asyncrlhf.plugins import load_function
-from asyncrlhf.records.show.sink import RunFacts, Sink
 from asyncrlhf.records.write.recorder import METRICS_FILE, plain, read_metrics
 from asyncrlhf.validation import check_package
 
@@ -23,6 +23,11 @@ FINISH_SECONDS = 90.0  # for a sink to send its queue after the run's end
 ABANDONED_TIMES = 10  # every 0.5 s until the sink's thread ends: its library may start a process again
 # Running totals, as further axes for curves, and the metrics of a step that they sum.
 TOTALS = {"total/samples": "sequences", "total/tokens": "response_tokens"}
+BUILT_IN = {  # classes by their names in logging.sinks
+    "wandb": "asyncrlhf.records.show.wandb_sink:WandbSink",
+    "tensorboard": "asyncrlhf.records.show.tensorboard_sink:TensorboardSink",
+    "mlflow": "asyncrlhf.records.show.mlflow_sink:MlflowSink",
+}
 
 
 def check_sinks(logging: LoggingConfig) -> None:
@@ -34,21 +39,41 @@ def check_sinks(logging: LoggingConfig) -> None:
             load_function("logging.sinks", name)
 
 
-def build_sink(name: str, logging: LoggingConfig) -> Sink:
-    if name == "wandb":
-        from asyncrlhf.records.show.wandb_sink import WandbSink
+@dataclass(frozen=True)
+class RunFacts:
+    """The facts that a sink is started with.
 
-        return WandbSink(logging)
-    if name == "tensorboard":
-        from asyncrlhf.records.show.tensorboard_sink import TensorboardSink
+    ``config``: the resolved settings, as config.yaml holds them; ``logging``: its group of that name. ``stage``: train,
+    sft or reward-model. ``start_step``: steps that were done before; 0 unless the run is resumed. ``say`` shows the
+    user one sentence, on the terminal and in the summary.
+    """
 
-        return TensorboardSink()
-    if name == "mlflow":
-        from asyncrlhf.records.show.mlflow_sink import MlflowSink
+    run_dir: Path
+    config: Mapping[str, Any]
+    logging: LoggingConfig
+    stage: str
+    start_step: int
+    say: Callable[[str], None]
 
-        return MlflowSink()
-    made: Sink = load_function("logging.sinks", name)()
-    return made
+
+class Sink(Protocol):
+    """Receives a run's metrics. ``logging.sinks=[my_module:MySink]`` calls ``MySink()`` and then, in one thread, these
+    three methods. An exception in one of them switches the sink off, but the run continues; ``finish`` is still
+    called. A method ``abandon()``, if there is one, is called from another thread when ``finish`` takes too long: it
+    ends the sink's processes, so that none outlives the run."""
+
+    def start(self, run: RunFacts) -> None:
+        """Called once, before any metrics."""
+        ...
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """One line: a learner step's as in metrics.jsonl, or a held-out evaluation before the first step or after the
+        last. ``step`` is always present, ``total/samples`` and ``total/tokens`` if known, and only finite values."""
+        ...
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Called once, with the content of summary.json."""
+        ...
 
 
 class Sinks:
@@ -65,21 +90,27 @@ class Sinks:
     ) -> None:
         self._seconds = seconds
         self._one = threading.Lock()
-        self._said: list[tuple[str, str]] = []  # (sink, sentence); its end is appended to by several threads
-        self._shown = 0
-        self.tell: Callable[[str], None] | None = None  # for the user, from any thread; without it ``news`` keeps all
+        self._said: list[tuple[str, str]] = []  # (sink, sentence), by several threads
+        self._tell: Callable[[str], None] | None = None
         self._totals = _totals_before(Path(run_dir)) if start_step else dict.fromkeys(TOTALS, 0.0)
 
         def facts(name: str) -> RunFacts:
-            return RunFacts(Path(run_dir), plain(config), stage, start_step, partial(self._say, name))
+            return RunFacts(Path(run_dir), plain(config), logging, stage, start_step, partial(self._say, name))
 
-        self._followers = [_Follower(name, logging, facts(name)) for name in logging.active_sinks]
+        self._followers = [_Follower(name, facts(name)) for name in logging.active_sinks]
+
+    def tell(self, show: Callable[[str], None]) -> None:
+        """Show the user each message by ``show``, those so far at once; it is called from the sinks' threads."""
+        with self._one:
+            for _, sentence in self._said:
+                show(sentence)
+            self._tell = show
 
     def _say(self, name: str, sentence: str) -> None:
-        self._said.append((name, sentence))
-        if self.tell is not None:
-            for new in self.news():
-                self.tell(new)
+        with self._one:
+            self._said.append((name, sentence))
+            if self._tell is not None:
+                self._tell(sentence)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Pass one line to every sink."""
@@ -92,13 +123,6 @@ class Sinks:
             row |= self._totals
         for follower in self._followers:
             follower.put(row)
-
-    def news(self) -> list[str]:
-        """The sinks' messages since the last call."""
-        with self._one:
-            new = self._said[self._shown :]
-            self._shown += len(new)
-        return [sentence for _, sentence in new]
 
     def finish(self, summary: Mapping[str, Any]) -> dict[str, list[str]]:
         """End every sink; returns their messages during the run, by name. A second call does nothing."""
@@ -114,8 +138,8 @@ class Sinks:
 class _Follower:
     """One sink, its thread and its queue."""
 
-    def __init__(self, name: str, logging: LoggingConfig, facts: RunFacts) -> None:
-        self._name, self._logging, self._facts = name, logging, facts
+    def __init__(self, name: str, facts: RunFacts) -> None:
+        self._name, self._facts = name, facts
         self._queue: SimpleQueue[Mapping[str, Any] | None] = SimpleQueue()
         self._summary: Mapping[str, Any] = {}
         self._failed = False
@@ -155,8 +179,9 @@ class _Follower:
             self._guard(lambda: sink.finish(self._summary), always=True)
 
     def _start(self) -> None:
-        self._sink = build_sink(self._name, self._logging)
-        self._sink.start(self._facts)
+        sink: Sink = load_function("logging.sinks", BUILT_IN.get(self._name, self._name))()
+        self._sink = sink
+        sink.start(self._facts)
 
     def _guard(self, action: Callable[[], Any], always: bool = False) -> None:
         if self._failed and not always:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrlhf.records.show.metric_names import titled
-from asyncrlhf.records.show.sink import RunFacts
+from asyncrlhf.records.show.sinks import RunFacts
 
 
 class TensorboardSink:

@@ -12,18 +12,20 @@ from typing import Any
 import psutil
 import pyarrow.parquet as pq
 
-from asyncrlhf.config.environment_config import LoggingConfig
 from asyncrlhf.records.show.metric_names import titled
-from asyncrlhf.records.show.sink import RunFacts
+from asyncrlhf.records.show.sinks import RunFacts
 from asyncrlhf.records.write.checkpoint import LEARNER_FOLDER, list_checkpoints
 from asyncrlhf.records.write.recorder import ROLLOUTS_FOLDER
 from asyncrlhf.redaction import redact
+from asyncrlhf.scratch import Scratch
 
 _ID_FILE = "run-id.txt"
 _QUIET: dict[str, Any] = {"silent": True, "console": "off", "save_code": False}
 INIT_TIMEOUT = 20.0  # seconds that it may try to reach its server at a run's start
 FINISH_TIMEOUT = 60.0  # seconds that W&B's own process may send after a run's end
 _TRYING_AGAIN = (b"retrying", b"giving up")  # of W&B's own log, when it does not reach its server
+COMPLETIONS = 16  # rows of a table: some for a look, while rollouts/*.parquet has all
+SCRATCH = "asyncrlhf-wandb-"  # the folder of the files of W&B's own processes, which they leave behind
 COMPLETION_COLUMNS = ("prompt", "response", "reward", "staleness", "consumed_at_version", "state", "extra")
 
 
@@ -34,19 +36,25 @@ class WandbSink:
     ``total/tokens`` and ``time/wall_time`` are logged too and may be chosen as axes.
     """
 
-    def __init__(self, logging: LoggingConfig) -> None:
-        self._logging = logging
+    def __init__(self) -> None:
         self._run: Any = None
         self._wandb: Any = None
         self._defined: set[str] = {"step"}
         self._unreached = False
         self._log_read = 0  # bytes of W&B's own log
+        self._scratch: Scratch | None = None
+        self._parts_seen: set[str] = set()  # Parquet files of rollouts
 
     def start(self, run: RunFacts) -> None:
         import wandb  # a second of imports that a run without W&B need not pay
 
         self._wandb, self._table, self._error, self._facts = wandb, wandb.Table, wandb.Error, run
-        self._tables = _NewParts(run.run_dir / ROLLOUTS_FOLDER, self._logging.wandb_completions)
+        self._logging = run.logging
+        self._scratch = Scratch(SCRATCH)
+        with self._scratch.of_processes():
+            self._open(run, wandb)
+
+    def _open(self, run: RunFacts, wandb: Any) -> None:
         mode = self._logging.wandb
         wandb.setup(wandb.Settings(**{**_QUIET, "mode": mode}))
         if mode == "online" and not wandb.login(prompt=False, verify=False):
@@ -93,6 +101,7 @@ class WandbSink:
         finally:
             if wandb is not None:
                 wandb.teardown()
+            self._clear()
 
     def abandon(self) -> None:
         """Kill W&B's own processes, which no longer answer: the thread that waits for them then gets an error."""
@@ -100,6 +109,11 @@ class WandbSink:
             with suppress(psutil.NoSuchProcess):
                 if child.name().startswith("wandb-"):
                     child.kill()
+        self._clear()
+
+    def _clear(self) -> None:
+        if self._scratch is not None:
+            self._scratch.close()
 
     def _init(self, mode: str) -> Any:
         facts, logging = self._facts, self._logging
@@ -113,13 +127,9 @@ class WandbSink:
         run_id = id_file.read_text().strip() if resumed else uuid.uuid4().hex[:8]
         id_file.write_text(run_id + "\n")
         return self._wandb.init(
-            entity=logging.wandb_entity or None,
             project=logging.wandb_project,
-            group=logging.wandb_group or None,
-            job_type=logging.wandb_job_type or facts.stage,
-            name=logging.wandb_name or f"{facts.run_dir.parent.name}/{facts.run_dir.name}",
-            tags=logging.wandb_tags or None,
-            notes=logging.wandb_notes or None,
+            **{"job_type": facts.stage, "name": f"{facts.run_dir.parent.name}/{facts.run_dir.name}"}
+            | logging.wandb_keywords,
             id=run_id,
             resume="allow" if resumed else None,  # offline, too: else `wandb sync` would replace the parts before
             dir=str(facts.run_dir),
@@ -137,7 +147,13 @@ class WandbSink:
     def _log_completions(self, run: Any, step: int | None = None) -> None:
         """A table of the first rollouts of the newest Parquet file, if there is a new one. W&B asks its server about a
         table, and waits or fails without one: the metrics are logged before, and no table while it is not reached."""
-        if self._unreached or not (rows := self._tables.newest()):
+        if self._unreached:
+            return
+        parts = sorted((self._facts.run_dir / ROLLOUTS_FOLDER).glob("part-*.parquet"))
+        new = [path for path in parts if path.name not in self._parts_seen]
+        self._parts_seen |= {path.name for path in new}
+        rows = list(_cells(new[-1])) if new else []
+        if not rows:
             return
         try:
             run.log({"completions": self._table(columns=list(COMPLETION_COLUMNS), data=rows)}, step=step)
@@ -186,24 +202,8 @@ class WandbSink:
         return f"nothing is lost: {self._sync} sends it later."
 
 
-class _NewParts:
-    """The Parquet files of a run's rollouts, each read once."""
-
-    def __init__(self, folder: Path, rows: int) -> None:
-        self._folder, self._rows = folder, rows
-        self._seen: set[str] = set()
-
-    def newest(self) -> list[list[Any]]:
-        """Some rows of the newest file since the last call, as table cells; empty without a new one."""
-        if not self._rows:
-            return []
-        new = [path for path in sorted(self._folder.glob("part-*.parquet")) if path.name not in self._seen]
-        self._seen |= {path.name for path in new}
-        return list(_cells(new[-1], self._rows)) if new else []
-
-
-def _cells(path: Path, rows: int) -> Iterator[list[Any]]:
-    batch = next(pq.ParquetFile(path).iter_batches(rows, columns=list(COMPLETION_COLUMNS)), None)
+def _cells(path: Path) -> Iterator[list[Any]]:
+    batch = next(pq.ParquetFile(path).iter_batches(COMPLETIONS, columns=list(COMPLETION_COLUMNS)), None)
     for row in batch.to_pylist() if batch is not None else []:
         uses = row["consumed_at_version"]
         row["consumed_at_version"] = uses[-1] if uses else None

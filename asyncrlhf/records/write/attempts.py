@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.records.write.recorder import SUMMARY_FILE, plain, write_atomically, writing_to
+from asyncrlhf.records.write.recorder import plain
+from asyncrlhf.records.write.whole_files import write_atomically, writing_to
 
 ATTEMPTS_FILE = "attempts.json"
 
@@ -47,15 +48,6 @@ def add_attempt(
         row["config"] = plain(config)
     with writing_to(run_dir):
         write_atomically(run_dir / ATTEMPTS_FILE, json.dumps([*rows, row], indent=1) + "\n")
-
-
-def exit_reason(run_dir: Path) -> str:
-    """How the newest attempt ended, from summary.json; empty if it was killed, or if there was none."""
-    try:
-        summary = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return ""
-    return str(summary.get("exit_reason", "")) if isinstance(summary, dict) else ""
 
 
 def attempts(run_dir: Path) -> dict[str, Any]:

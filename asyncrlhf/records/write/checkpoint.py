@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from asyncrlhf.data.checkpoint_manifest import MANIFEST, check_manifest, fsync, read_json, write_manifest
+from asyncrlhf.data.checkpoint_manifest import check_manifest, fsync, read_json, write_manifest
 from asyncrlhf.errors import CheckpointError, ConfigError
 from asyncrlhf.records.write.record_marker import RecordMarker
 from asyncrlhf.records.write.saved_rollouts import read_rollouts
@@ -19,7 +19,7 @@ from asyncrlhf.validation import check
 
 FOLDER = "checkpoints"
 STATE_FILE, ROLLOUTS_FILE, LEARNER_FOLDER = "controller.json", "rollouts.arrow", "learner"
-FORMAT = 4
+FORMAT = 5
 T = TypeVar("T")
 
 
@@ -150,18 +150,12 @@ def newest_whole(found: Sequence[Path], read: Callable[[Path], T]) -> tuple[T | 
 
 def read_checkpoint(folder: Path) -> Saved:
     """Raises CheckpointError for a checkpoint that is incomplete, damaged or of another format."""
-    if not (folder / MANIFEST).exists() and "format" in (old := read_json(folder / STATE_FILE)):
-        check_format(folder, old)
     check_manifest(folder)
     state = read_json(folder / STATE_FILE)
-    check_format(folder, state)
+    if state.get("format") != FORMAT:
+        raise CheckpointError(f"the checkpoint {folder} has format {state.get('format')}; this version reads {FORMAT}.")
     version = state.get("version")
     if type(version) is not int or version < 0:
         raise CheckpointError(f"{folder / STATE_FILE} has version={version!r:.80}; a count of 0 or more was written.")
     marker = RecordMarker.of(state.pop("marker", None), folder / STATE_FILE)
     return Saved(folder, state, read_rollouts(folder / ROLLOUTS_FILE), marker)
-
-
-def check_format(folder: Path, state: Mapping[str, Any]) -> None:
-    if state.get("format") != FORMAT:
-        raise CheckpointError(f"the checkpoint {folder} has format {state.get('format')}; this version reads {FORMAT}.")

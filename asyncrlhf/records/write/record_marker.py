@@ -1,20 +1,18 @@
-"""Which records of a run belong to a checkpoint, whether they exist, and how later ones are removed."""
+"""Which records of a run belong to a checkpoint, with size and hash; whether they are there, and how later ones are
+removed."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
-from asyncrlhf.data.checkpoint_manifest import Seals, damages
+from asyncrlhf.data.checkpoint_manifest import LinesSeal, Seals, damages, seal
 from asyncrlhf.errors import CheckpointError, ConfigError
 from asyncrlhf.records.write.journal import JOURNAL_FILE
 from asyncrlhf.records.write.rollout_tokens import TOKENS_FOLDER
@@ -31,7 +29,7 @@ class RecordMarker:
     """How many of the records belong to a checkpoint; the default's zeros mean a run's beginning.
 
     ``seals``: size and hash of each part, by its path within the run's folder, and of the first lines of the files of
-    :attr:`lines`; an older version wrote none. ``dataclasses.asdict`` makes it JSON, :meth:`of` reads it back.
+    :attr:`lines`. ``dataclasses.asdict`` makes it JSON, :meth:`of` reads it back.
     """
 
     metrics_lines: int = 0
@@ -55,6 +53,9 @@ class RecordMarker:
         for name, facts in marker.seals.items():
             if not isinstance(facts, dict) or not (name in marker.lines or marker.counts_on(name)):
                 raise CheckpointError(f"{where} has a seal of {name!r:.80}, which is no record that it counts.")
+        counted = chain((name for name, lines in marker.lines.items() if lines), marker.part_names())
+        if unsealed := next((name for name in counted if name not in marker.seals), ""):
+            raise CheckpointError(f"{where} has no seal of {unsealed}; every record that it counts has one.")
         return marker
 
     @property
@@ -100,23 +101,16 @@ def refuse_used_folder(run_dir: Path) -> None:
 
 
 def check_records(run_dir: Path, marker: RecordMarker) -> None:
-    """Raise CheckpointError, in one sentence, unless ``run_dir`` holds the records that ``marker`` counts: lines and
-    parts unchanged; those that it has no seal of, complete. Changes nothing."""
+    """Raise CheckpointError, in one sentence, unless ``run_dir`` holds the lines and parts that ``marker`` counts,
+    unchanged. Changes nothing."""
     for name, lines in marker.lines.items():
-        check_lines(run_dir / name, lines, marker.seals.get(name))
-    if METRICS_FILE not in marker.seals:
-        _check_metrics(run_dir / METRICS_FILE, marker.metrics_lines)
-    for path in (run_dir / name for name in marker.part_names() if name not in marker.seals):
-        try:
-            pq.read_metadata(path)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}, which the checkpoint counts on, cannot be read: {error}.") from error
+        check_lines(run_dir / name, lines, marker.seals.get(name, {}))
     sealed = {name: facts for name, facts in marker.seals.items() if name not in marker.lines}
     for name, said in damages(run_dir, sealed):
         raise CheckpointError(f"{run_dir / name}, which the checkpoint counts on, {said}.")
 
 
-def check_lines(path: Path, lines: int, facts: Mapping[str, Any] | None) -> None:
+def check_lines(path: Path, lines: int, facts: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless the file's first ``lines`` lines are there, and fit their seal ``facts``."""
     if not lines:
         return
@@ -132,33 +126,18 @@ def check_lines(path: Path, lines: int, facts: Mapping[str, Any] | None) -> None
         raise CheckpointError(f"{path}, which the checkpoint counts on, cannot be read: {error}.") from error
     if found < lines:
         raise CheckpointError(f"{path} has {found} lines but the checkpoint was made after {lines}.")
-    if facts is not None and digest.hexdigest() != facts.get("sha256"):
+    if digest.hexdigest() != facts.get("sha256"):
         raise CheckpointError(f"{path} has changed in the {lines} lines after which the checkpoint was made.")
 
 
-def _check_metrics(path: Path, lines: int) -> None:
-    """For a checkpoint without their seal: raise CheckpointError unless the first ``lines`` lines are JSON objects."""
-    try:
-        for number, line in enumerate(_counted_lines(path, lines)[1], start=1):
-            if not isinstance(json.loads(line), dict):
-                raise CheckpointError(f"{path} line {number}, which the checkpoint counts on, is no JSON object.")
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}, which the checkpoint counts on, cannot be read: {error}.") from error
-
-
-def _counted_lines(path: Path, lines: int) -> tuple[int, list[bytes]]:
-    """The size of the file, and its first ``lines``; raises CheckpointError if it has fewer complete lines."""
+def cut_metrics(path: Path, lines: int) -> None:
+    """Cut the file after its first ``lines``; raises CheckpointError if it has fewer complete lines."""
     content = path.read_bytes() if path.exists() else b""
     kept = content.splitlines(keepends=True)[:lines]
     if len(kept) < lines or not all(line.endswith(b"\n") for line in kept):
         raise CheckpointError(f"{path} has {len(kept)} lines but the checkpoint was made after {lines}.")
-    return len(content), kept
-
-
-def cut_metrics(path: Path, lines: int) -> None:
-    whole, kept = _counted_lines(path, lines)
     size = sum(len(line) for line in kept)
-    if size < whole:
+    if size < len(content):
         os.truncate(path, size)
 
 
@@ -170,3 +149,31 @@ def cut_parts(folder: Path, parts: int) -> None:
     for path in [*folder.glob("part-*.parquet"), *folder.glob("part-*.tmp")]:
         if path.name not in keep:
             path.unlink()
+
+
+class RecordSeals:
+    """The seals of a run's records, by their paths within its folder. Parts and lines change only by a rollback, which
+    calls :meth:`forget_after`. Not thread-safe."""
+
+    def __init__(self, run_dir: Path, known: Seals) -> None:
+        self._run_dir = run_dir
+        self._known = dict(known)
+        self._lines: dict[str, LinesSeal] = {}  # by file
+
+    def of(self, marker: RecordMarker) -> Seals:
+        """The seals of lines and parts that ``marker`` counts, and of ``rollout_tokens/`` up to its step. Reads only
+        those without a seal, which must be complete, and brings the parts to disk."""
+        tokens = (self._run_dir / TOKENS_FOLDER).glob("steps-*.parquet")
+        names = {*marker.part_names(), *(f"{TOKENS_FOLDER}/{path.name}" for path in tokens)}
+        new = sorted(name for name in names - self._known.keys() if marker.counts_on(name))
+        self._known |= seal(self._run_dir, (self._run_dir / name for name in new))
+        found = {name: facts for name, facts in self._known.items() if marker.counts_on(name)}
+        for name, lines in marker.lines.items():
+            if lines:
+                found[name] = self._lines.setdefault(name, LinesSeal(self._run_dir / name)).of(lines)
+        return found
+
+    def forget_after(self, marker: RecordMarker) -> None:
+        """Forget what ``marker`` does not count, which is removed or written again. The journal keeps its lines."""
+        self._lines.pop(METRICS_FILE, None)
+        self._known = {name: facts for name, facts in self._known.items() if marker.counts_on(name)}

@@ -11,9 +11,8 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,16 +27,17 @@ from asyncrlhf.records.write.record_marker import (
     METRICS_FILE,
     ROLLOUTS_FOLDER,
     RecordMarker,
+    RecordSeals,
     cut_metrics,
     cut_parts,
     part_name,
     refuse_used_folder,
 )
-from asyncrlhf.records.write.record_seals import RecordSeals
 from asyncrlhf.records.write.rollout_rows import RolloutRow, undo_uses, write_part
 from asyncrlhf.records.write.rollout_tokens import cut_tokens
 from asyncrlhf.records.write.run_lock import RunLock
 from asyncrlhf.records.write.spans import SPANS_FOLDER, SpanParts, SpanRow
+from asyncrlhf.records.write.whole_files import naming, write_atomically, writing_to
 from asyncrlhf.types import Payload
 
 CONFIG_FILE = "config.yaml"
@@ -254,6 +254,15 @@ class RunRecorder:
         self._rows, self._payloads = self._rows[count:], self._payloads[count:]
 
 
+def read_summary(run_dir: Path) -> dict[str, Any] | None:
+    """The content of summary.json; None without a whole one: the run goes on, or was killed."""
+    try:
+        found = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl, without an incomplete last one (the process died while writing).
 
@@ -293,26 +302,10 @@ def plain(value: Any) -> Any:
     raise TypeError(f"cannot record a {type(value).__name__}: {value!r}")
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file that appears complete or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)  # on a full disk others may need its room
-        raise naming(error, path) from None
-
-
-def naming(error: OSError, path: Path) -> OSError:
-    """The error with the file's name, which the error of a failed write lacks."""
-    return OSError(error.errno, error.strerror or str(error), str(path))
-
-
-@contextmanager
-def writing_to(run_dir: Path) -> Iterator[None]:
-    """Within this context, turn an OSError of writing to ``run_dir`` into a ConfigError."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"run_dir={run_dir} cannot be written: {error}.") from error
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings under dotted names; lists stay values."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        flat.update(flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value})
+    return flat

@@ -1,9 +1,8 @@
-"""One row per rollout in ``rollouts/*.parquet``: its columns, and the writing of such a file."""
+"""Rows of ``rollouts/*.parquet``, one per rollout, and of ``evaluations/*.parquet``, one per held-out answer."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from asyncrlhf.records.write.whole_files import write_table
 from asyncrlhf.types import Rollout
 
 ROLLOUT_SCHEMA = pa.schema(
@@ -33,6 +33,18 @@ ROLLOUT_SCHEMA = pa.schema(
         ("consumed_at", pa.float64()),
         ("epoch", pa.int64()),
         ("extra", pa.string()),
+    ]
+)
+EVALUATIONS_FOLDER = "evaluations"
+ANSWER_SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("set", pa.string()),
+        ("prompt", pa.string()),
+        ("response", pa.string()),
+        ("answer", pa.string()),
+        ("reward", pa.float64()),
+        ("tokens", pa.int64()),
     ]
 )
 
@@ -78,7 +90,7 @@ def write_part(target: Path, rows: Sequence[RolloutRow], rollouts: Sequence[Roll
     for row, rollout in zip(rows, rollouts or (), strict=rollouts is not None):
         if rollout is not None:
             row.fill(rollout)
-    _write(target, {name: [getattr(row, name) for row in rows] for name in ROLLOUT_SCHEMA.names})
+    write_table(target, {name: [getattr(row, name) for row in rows] for name in ROLLOUT_SCHEMA.names}, ROLLOUT_SCHEMA)
 
 
 def undo_uses(target: Path, version: int, returned: Collection[int]) -> None:
@@ -95,15 +107,13 @@ def undo_uses(target: Path, version: int, returned: Collection[int]) -> None:
             row["staleness"] = kept[-1] - min(row["policy_versions"], default=kept[-1])
         else:
             row |= {"state": "dropped", "drop_reason": "rolled_back"}
-    _write(target, {name: [row.get(name) for row in rows] for name in ROLLOUT_SCHEMA.names})
+    write_table(target, {name: [row.get(name) for row in rows] for name in ROLLOUT_SCHEMA.names}, ROLLOUT_SCHEMA)
 
 
-def _write(target: Path, columns: dict[str, list[Any]]) -> None:
-    """Write the file completely or not at all."""
-    temporary = target.with_suffix(".tmp")
-    try:
-        pq.write_table(pa.table(columns, schema=ROLLOUT_SCHEMA), temporary, compression="zstd")
-        os.replace(temporary, target)
-    except OSError:
-        temporary.unlink(missing_ok=True)  # on a full disk others may need its room
-        raise
+def write_answers(run_dir: Path, step: int, answers: Sequence[Mapping[str, Any]]) -> None:
+    """Write one row per answer to ``evaluations/step-N.parquet``. An evaluation that a resumed run repeats replaces its
+    file. ``set`` is empty for the task's own held-out prompts."""
+    folder = run_dir / EVALUATIONS_FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    columns = {name: [{"step": step, **answer}.get(name) for answer in answers] for name in ANSWER_SCHEMA.names}
+    write_table(folder / f"step-{step:08d}.parquet", columns, ANSWER_SCHEMA)

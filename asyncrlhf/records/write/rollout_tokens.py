@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
+
+from asyncrlhf.records.write.whole_files import write_table
 
 TOKENS_FOLDER = "rollout_tokens"
 ROWS_OF_A_PART = 128
@@ -138,10 +138,7 @@ class TokenRecord:
         for row in rows:
             row["tokens"] = self._pieces(row["response_ids"])
             row["prompt"] = row["prompt"].encode(errors="replace").decode()  # Parquet holds no halves of characters
-        temporary = target.with_suffix(".tmp")
-        columns = {name: [row[name] for row in rows] for name in TOKENS_SCHEMA.names}
-        pq.write_table(pa.table(columns, schema=TOKENS_SCHEMA), temporary, compression="zstd")
-        os.replace(temporary, target)
+        write_table(target, {name: [row[name] for row in rows] for name in TOKENS_SCHEMA.names}, TOKENS_SCHEMA)
 
 
 def cut_tokens(run_dir: Path, steps: int) -> None:

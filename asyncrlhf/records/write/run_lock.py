@@ -1,4 +1,4 @@
-"""A lock that lets one process at a time write a run directory."""
+"""A lock that lets one process at a time write the directory of a run or of a sweep."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class RunLock:
     network file system the lock holds between machines if that supports ``flock`` (NFS since Linux 2.6.12).
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, setting: str = "run_dir") -> None:
+        """``setting``: the one that chooses the directory, for the refusal."""
         self._file = (run_dir / LOCK_FILE).open("a+", encoding="utf-8")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -30,7 +31,7 @@ class RunLock:
             owner = self._owner()
             self._file.close()
             raise ConfigError(
-                f"run_dir={run_dir} is being written by {owner}; wait for its end, or give another run_dir."
+                f"{run_dir} is being written by {owner}; wait for its end, or give another {setting}."
             ) from None
         self._file.truncate(0)
         since = datetime.now().isoformat(sep=" ", timespec="seconds")
@@ -48,3 +49,15 @@ class RunLock:
     def release(self) -> None:
         """A second call does nothing."""
         self._file.close()
+
+
+def is_owned(run_dir: Path) -> bool:
+    """Whether a process holds the run's lock, on this machine or, if the file system supports ``flock``, on another."""
+    try:
+        with (run_dir / LOCK_FILE).open("r", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

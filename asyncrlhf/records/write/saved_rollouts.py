@@ -17,6 +17,7 @@ from asyncrlhf.types import Rollout
 ARRAYS = {
     "response_ids": pa.int64(), "behavior_logprobs": pa.float32(), "policy_versions": pa.int64(),
     "ref_logprobs": pa.float32(), "values": pa.float32(), "kept_ids": pa.int32(), "kept_counts": pa.int32(),
+    "routed_experts": pa.uint16(),  # [P+L-1, E] flat
 }  # fmt: skip
 FACTS = ("rollout_id", "group_id", "finish_reason", "response_text", "generator_id", "critic_version")
 # Texts are stored as JSON, whose escapes can hold what UTF-8 cannot; siblings share one entry for their prompt.
@@ -27,23 +28,18 @@ SCHEMA = pa.schema(
         *(pa.field(name, pa.large_list(kind)) for name, kind in ARRAYS.items()),
     ]
 )
-ROUTES = "routed_experts"  # [P+L-1, E] flat, a column only where there are some
-WITH_ROUTES = SCHEMA.append(pa.field(ROUTES, pa.large_list(pa.uint16())))
 
 
 def write_rollouts(target: Path, rollouts: Sequence[Rollout]) -> None:
     """Write one Arrow IPC file, in the order of ``rollouts``. Their prompts' metadata must be JSON-able."""
-    schema = SCHEMA if all(r.routed_experts is None for r in rollouts) else WITH_ROUTES
-    kinds = ARRAYS if schema is SCHEMA else ARRAYS | {ROUTES: pa.uint16()}
     columns = {
         "facts": pa.array([json.dumps({name: getattr(r, name) for name in FACTS}) for r in rollouts], pa.string()),
         "prompt": pa.array([json.dumps(prompt_to_json(r.prompt)) for r in rollouts], pa.string()).dictionary_encode(),
         **{name: pa.array([_cast(getattr(r, name), kind) for r in rollouts], pa.large_list(kind))
-           for name, kind in kinds.items()},
+           for name, kind in ARRAYS.items()},
     }  # fmt: skip
-    table = pa.table(columns, schema=schema)
-    with target.open("wb") as file, pa.ipc.new_file(file, schema) as writer:
-        writer.write_table(table)
+    with target.open("wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
+        writer.write_table(pa.table(columns, schema=SCHEMA))
 
 
 def read_rollouts(path: Path) -> dict[int, Rollout]:
@@ -51,7 +47,7 @@ def read_rollouts(path: Path) -> dict[int, Rollout]:
     try:
         with path.open("rb") as file:
             table = pa.ipc.open_file(file).read_all()
-        if table.schema not in (SCHEMA, WITH_ROUTES):
+        if table.schema != SCHEMA:
             raise ValueError("its columns are not those of rollouts")
         table = table.combine_chunks()
         table.validate(full=True)
@@ -67,18 +63,17 @@ def read_rollouts(path: Path) -> dict[int, Rollout]:
 def _rollouts(table: pa.Table) -> list[Rollout]:
     places = table["prompt"].chunk(0)
     prompts = [prompt_from_json(json.loads(text)) for text in places.dictionary.to_pylist()]
-    names = [name for name in (*ARRAYS, ROUTES) if name in table.column_names]
-    arrays = {name: [_array(value) for value in table[name].chunk(0)] for name in names}
+    arrays = {name: [_array(value) for value in table[name].chunk(0)] for name in ARRAYS}
     rollouts = []
     for i, (text, place) in enumerate(zip(table["facts"].to_pylist(), places.indices.to_pylist(), strict=True)):
         facts: dict[str, Any] = json.loads(text)
         if set(facts) != set(FACTS) or not all(type(facts[name]) is int for name in ("rollout_id", "group_id")):
             raise ValueError(f"row {i} is not a rollout")
         own = {name: column[i] for name, column in arrays.items()}
-        if (routes := own.get(ROUTES)) is not None:
+        if (routes := own["routed_experts"]) is not None:
             inputs = len(prompts[place].token_ids) + len(own["response_ids"]) - 1
             narrow = np.uint8 if routes.max(initial=0) < 256 else np.uint16
-            own[ROUTES] = routes.reshape(inputs, -1).astype(narrow)
+            own["routed_experts"] = routes.reshape(inputs, -1).astype(narrow)
         rollouts.append(Rollout(prompt=prompts[place], **facts, **own))
     return rollouts
 

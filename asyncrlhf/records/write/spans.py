@@ -3,7 +3,6 @@ files."""
 
 from __future__ import annotations
 
-import os
 import platform
 import threading
 import time
@@ -12,31 +11,15 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import pyarrow as pa
-import pyarrow.parquet as pq
+
+from asyncrlhf.records.write.whole_files import write_table
 
 SPANS_FOLDER = "spans"
 LANE_LIMIT = 2048  # spans that wait for a message; further ones are counted as lost
 SHORT_WAIT = 0.001  # seconds: a shorter pause within one activity is not a span of its own
-
-SPAN_SCHEMA = pa.schema(
-    [
-        ("part", pa.string()),
-        ("kind", pa.string()),
-        ("start", pa.float64()),
-        ("end", pa.float64()),
-        ("version", pa.int64()),
-        ("rollouts", pa.int64()),
-        ("tokens", pa.int64()),
-        ("iterations", pa.int64()),
-        ("sequence_iterations", pa.int64()),
-        ("busy_seconds", pa.float64()),
-        ("cpu_seconds", pa.float64()),
-        ("clock_error", pa.float64()),
-    ]
-)
 
 
 class Span(NamedTuple):
@@ -60,6 +43,16 @@ class Span(NamedTuple):
         """This span and the one that follows it, as one."""
         sums = (a + b for a, b in zip(self[4:], later[4:], strict=True))
         return Span(self.kind, self.start, later.end, self.version, *sums)  # type: ignore[arg-type]
+
+
+_TYPES = {str: pa.string(), float: pa.float64(), int: pa.int64()}
+SPAN_SCHEMA = pa.schema(
+    [
+        ("part", pa.string()),
+        *((name, _TYPES[kind]) for name, kind in get_type_hints(Span).items()),
+        ("clock_error", pa.float64()),
+    ]
+)
 
 
 class SpanBatch(NamedTuple):
@@ -227,6 +220,4 @@ def write_spans(target: Path, rows: Sequence[SpanRow]) -> None:
     columns |= {name: [getattr(row.span, name) for row in rows] for name in Span._fields}
     columns["clock_error"] = [row.clock_error for row in rows]
     target.parent.mkdir(exist_ok=True)
-    temporary = target.with_suffix(".tmp")
-    pq.write_table(pa.table(columns, schema=SPAN_SCHEMA), temporary, compression="zstd")
-    os.replace(temporary, target)
+    write_table(target, columns, SPAN_SCHEMA)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import os
 import socket
@@ -14,8 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from asyncrlhf.records.write.recorder import write_atomically
-from asyncrlhf.records.write.run_lock import LOCK_FILE
+from asyncrlhf.records.write.whole_files import write_atomically
 
 STATUS_FILE = "status.json"
 SECONDS = 1.0  # between two writings
@@ -67,15 +65,3 @@ def read_status(run_dir: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) and {"host", "pid", "written", "step"} <= found.keys() else None
-
-
-def is_owned(run_dir: Path) -> bool:
-    """Whether a process holds the run's lock, on this machine or, if the file system supports ``flock``, on another."""
-    try:
-        with (run_dir / LOCK_FILE).open("r", encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False

@@ -76,14 +76,6 @@ def test_a_bundle_brings_every_field_and_any_part_of_it_can_be_read() -> None:
         there[len(given)]
 
 
-def test_a_bundle_keeps_which_rollouts_have_an_array() -> None:
-    given = rollouts()
-    given[3] = replace(given[3], ref_logprobs=np.full(len(given[3].response_ids), -2.0, np.float32))
-    there = travelled(RolloutBundle(given))
-    assert [found.ref_logprobs is not None for found in there] == [number == 3 for number in range(6)]
-    assert_equal(given[3], there[3])
-
-
 def test_siblings_of_a_bundle_share_their_prompt_and_a_bundle_can_go_on() -> None:
     given = rollouts()
     there = travelled(travelled(RolloutBundle(given)))

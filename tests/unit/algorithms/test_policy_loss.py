@@ -132,6 +132,7 @@ SWITCHES = {
 @pytest.mark.parametrize("name", CASES | SWITCHES)
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(seed=SEEDS)
+@pytest.mark.more_but(every=3)
 def test_invariants_of_every_preset_and_switch(name: str, seed: int) -> None:
     case, batch = (CASES | SWITCHES)[name], grouped_batch(seed)
 

@@ -32,8 +32,7 @@ def free_settings(draw: st.DrawFn) -> Setting:
     return Setting(
         eta=eta,
         over_stale=draw(st.sampled_from(["drop", "mask", "wait", "downweight"])),
-        sampling=draw(st.sampled_from(["fifo", "lifo", "uniform", "priority"])),
-        priority=draw(st.sampled_from(["reward_spread", "advantage", "age"])),
+        sampling=draw(st.sampled_from(["fifo", "lifo", "uniform", "reward_spread", "advantage", "age"])),
         max_reuse=draw(st.integers(1, eta + 2 - publish_every)),
         publish_every=publish_every,
         groups=groups,
@@ -55,7 +54,7 @@ def replay_settings(draw: st.DrawFn) -> Setting:
     return Setting(
         eta=eta,
         over_stale=draw(st.sampled_from(["drop", "mask", "wait", "downweight"])),
-        sampling=draw(st.sampled_from(["fifo", "lifo", "uniform", "priority"])),
+        sampling=draw(st.sampled_from(["fifo", "lifo", "uniform", "reward_spread"])),
         max_reuse=draw(st.integers(2, 4)),
         publish_every=draw(st.integers(1, min(max_age or least, least) // 2 + 1)),
         groups=groups,
@@ -299,7 +298,7 @@ def test_many_more_schedules(machine: type[Flow]) -> None:
 
 
 @pytest.mark.parametrize("over_stale", ["drop", "mask", "wait", "downweight"])
-@pytest.mark.parametrize("sampling", ["fifo", "lifo", "uniform", "priority"])
+@pytest.mark.parametrize("sampling", ["fifo", "lifo", "uniform", "reward_spread"])
 def test_long_tailed_run_keeps_the_bound(over_stale: str, sampling: str) -> None:
     """150 steps with stragglers fifty times slower than the median: 1 in 20 groups sits out for long."""
     world = World(Setting(eta=2, over_stale=over_stale, sampling=sampling, groups=4, siblings=1, replicas=4))

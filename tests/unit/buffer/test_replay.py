@@ -102,10 +102,10 @@ def test_uniform_takes_each_group_equally_often_whatever_the_arrival_order() -> 
 
 
 def test_priority_prefers_reward_spread_or_freshness() -> None:
-    for config, favourite in (({"priority": "reward_spread"}, 0), ({"priority": "age"}, 1)):
+    for sampling, favourite in (("reward_spread", 0), ("age", 1)):
         counts: Counter[int] = Counter()
         for seed in range(300):
-            buffer = make_buffer(1, seed, sampling="priority", flow={"max_staleness": 5}, **config)
+            buffer = make_buffer(1, seed, sampling=sampling, flow={"max_staleness": 5})
             fill(buffer, make_group(0, low=0, rewards=(0.0, 4.0)), make_group(1, low=5, rewards=(0.0, 0.25)))
             counts.update(take_ids(buffer, 5))
         # By spread the odds are sqrt(2.001) : sqrt(0.126), by age 1/6 : 1.
@@ -127,14 +127,14 @@ def test_priority_weights_are_unbiased(count: int) -> None:
 
 
 def test_priority_weight_scales_the_largest_to_one() -> None:
-    buffer = make_buffer(2, seed=1, sampling="priority")
+    buffer = make_buffer(2, seed=1, sampling="reward_spread")
     fill(buffer, *(make_group(i, rewards=(0.0, 10.0**i)) for i in range(4)))
     taken = buffer.take(0)
     assert taken is not None
     weights = {t.group_id: t.rollouts[0].weight for t in taken}
     assert max(weights.values()) == 1.0
     assert weights[min(weights)] == 1.0 > weights[max(weights)]  # the likelier group counts less
-    buffer = make_buffer(2, sampling="priority")
+    buffer = make_buffer(2, sampling="reward_spread")
     fill(buffer, make_group(0, rewards=(0.0, 9.0)), make_group(1))
     taken = buffer.take(0)
     assert taken is not None and [t.rollouts[0].weight for t in taken] == [
@@ -196,28 +196,30 @@ def test_warm_up_and_want_of_replay_are_filled_with_fresh_groups() -> None:
 
 def test_max_age_holds_for_what_was_trained_only() -> None:
     buffer = trained_once(max_age=2)
-    assert buffer.evict(2) == []
-    gone = buffer.evict(3)
+    assert buffer.evict_stale(2) == []
+    gone = buffer.evict_stale(3)
     assert [(e.group_id, e.uses_left) for e in gone] == [
         (0, 0),
         (1, 0),
         (2, 0),
     ]
-    assert [(e.group_id, e.uses_left) for e in buffer.evict(6)] == [(3, 1), (4, 1), (5, 1)]
+    assert [(e.group_id, e.uses_left) for e in buffer.evict_stale(6)] == [(3, 1), (4, 1), (5, 1)]
 
 
 def test_replay_leaves_half_of_the_buffer_to_fresh_groups() -> None:
     buffer = make_buffer(2, capacity=8, replay_fraction=1.0, max_reuse=9, flow={"max_staleness": 9})
     fill(buffer, make_group(0), make_group(1))
-    assert take_ids(buffer, 0) == [0, 1] and buffer.evict(1) == []
+    assert take_ids(buffer, 0) == [0, 1] and buffer.evict_stale(1) == []
     fill(buffer, make_group(2, low=1))
     assert take_ids(buffer, 1) == [0, 2]
-    assert [(e.group_id, e.uses_left) for e in buffer.evict(2)] == [(0, 0)]
+    assert [(e.group_id, e.uses_left) for e in buffer.evict_stale(2)] == [(0, 0)]
     assert buffer.free == 4
 
 
 def test_replayed_weights_correct_among_the_replayed_only() -> None:
-    buffer = make_buffer(4, seed=3, replay_fraction=1.0, max_reuse=3, sampling="priority", flow={"max_staleness": 4})
+    buffer = make_buffer(
+        4, seed=3, replay_fraction=1.0, max_reuse=3, sampling="reward_spread", flow={"max_staleness": 4}
+    )
     fill(buffer, *(make_group(i, rewards=(0.0, 4.0**i)) for i in range(4)))
     assert take_ids(buffer, 0) == [0, 1, 2, 3]
     fill(buffer, *(make_group(i, low=1) for i in range(4, 8)))
@@ -235,7 +237,9 @@ def test_replay_draws_represent_what_may_be_replayed() -> None:
     """Weighted by 1/p, and put right for the largest being 1, the drawn groups stand for the whole pool."""
     values, sums, plain = np.array([5.0, 1.0, 1.0, 1.0]), [], []
     for seed in range(1500):
-        buffer = make_buffer(4, seed, replay_fraction=1.0, max_reuse=2, sampling="priority", flow={"max_staleness": 4})
+        buffer = make_buffer(
+            4, seed, replay_fraction=1.0, max_reuse=2, sampling="reward_spread", flow={"max_staleness": 4}
+        )
         fill(buffer, *(make_group(i, rewards=(0.0, 9.0 if i == 0 else 0.3)) for i in range(4)))
         assert take_ids(buffer, 0) == [0, 1, 2, 3]
         fill(buffer, *(make_group(i, low=1) for i in range(4, 6)))
@@ -274,7 +278,7 @@ def test_a_smaller_bound_is_met_as_configured(over_stale: str) -> None:
     buffer = make_buffer(1, sampling=sampling, flow={"max_staleness": 4, "over_stale": over_stale})
     fill(buffer, make_group(0, low=1), make_group(1, low=1, high=3), make_group(2, low=3))
     buffer.set_bound(1)
-    gone = [e.group_id for e in buffer.evict(3)]
+    gone = [e.group_id for e in buffer.evict_stale(3)]
     taken = buffer.take(3)
     assert taken is not None
     buffer.check_batch(3, taken)
@@ -294,8 +298,8 @@ def test_a_smaller_bound_is_met_as_configured(over_stale: str) -> None:
 def test_drop_evicts_over_the_bound_only() -> None:
     buffer = make_buffer(flow={"max_staleness": 2})
     fill(buffer, make_group(0, low=0, high=3), make_group(1, low=1), make_group(2, low=3))
-    assert buffer.evict(2) == []
-    gone = buffer.evict(3)
+    assert buffer.evict_stale(2) == []
+    gone = buffer.evict_stale(3)
     assert [(e.group_id, e.uses_left) for e in gone] == [(0, 1)]
     assert take_ids(buffer, 3) == [1, 2]
 
@@ -309,7 +313,7 @@ def test_take_leaves_what_evict_would_remove() -> None:
 def test_mask_keeps_groups_with_a_fresh_token() -> None:
     buffer = make_buffer(flow={"max_staleness": 2, "over_stale": "mask"})
     fill(buffer, make_group(0, low=0, high=1), make_group(1, low=0, high=3), make_group(2, low=5))
-    assert [e.group_id for e in buffer.evict(5)] == [0]
+    assert [e.group_id for e in buffer.evict_stale(5)] == [0]
     taken = buffer.take(5)
     assert taken is not None
     assert [(t.group_id, t.rollouts[0].masked_before_version, t.rollouts[0].weight) for t in taken] == [
@@ -324,14 +328,14 @@ def test_a_batch_whose_step_is_under_way_is_not_evicted() -> None:
     flow = {"max_staleness": 2, "over_stale": "mask"}
     buffer = make_buffer(1, replay_fraction=1.0, max_reuse=3, max_age=1, flow=flow)
     fill(buffer, make_group(0, low=0, high=3))
-    assert take_ids(buffer, 3) == [0] and buffer.evict(3) == []
-    assert [e.group_id for e in buffer.evict(4)] == [0]
+    assert take_ids(buffer, 3) == [0] and buffer.evict_stale(3) == []
+    assert [e.group_id for e in buffer.evict_stale(4)] == [0]
 
 
 def test_downweight_shrinks_with_the_staleness_over_the_bound() -> None:
     buffer = make_buffer(3, flow={"max_staleness": 1, "over_stale": "downweight"})
     fill(buffer, make_group(0, low=0), make_group(1, low=4), make_group(2, low=5))
-    assert buffer.evict(5) == []
+    assert buffer.evict_stale(5) == []
     taken = buffer.take(5)
     assert taken is not None
     assert [t.rollouts[0].weight for t in taken] == [pytest.approx(2 / 6), 1.0, 1.0]
@@ -375,7 +379,7 @@ def test_reuse() -> None:
     assert buffer.held == 0
     fill(buffer, make_group(2, low=4))
     assert take_ids(buffer, 4) == [2]
-    assert [(e.group_id, e.uses_left) for e in buffer.evict(8)] == [(2, 1)]
+    assert [(e.group_id, e.uses_left) for e in buffer.evict_stale(8)] == [(2, 1)]
 
 
 def test_zero_spread_groups_are_refused_and_their_places_freed() -> None:
@@ -429,7 +433,7 @@ def test_check_batch(flow: dict[str, Any], version: int, entry: RolloutGroup, al
 
 
 def test_state_survives_json_and_draws_go_on() -> None:
-    config: dict[str, Any] = {"sampling": "priority", "max_reuse": 2, "flow": {"max_staleness": 8}}
+    config: dict[str, Any] = {"sampling": "reward_spread", "max_reuse": 2, "flow": {"max_staleness": 8}}
     buffer = make_buffer(2, **config)
     fill(buffer, *(make_group(i, rewards=(0.0, float(i))) for i in range(8)))
     buffer.reserve(3)

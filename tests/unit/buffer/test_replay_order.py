@@ -92,7 +92,7 @@ class Sorted:
         entries = sorted(entries, key=lambda e: e.number)
         if sampling == "uniform":
             return [entries[i] for i in self.rng.permutation(len(entries))[:count]]
-        rates = [PRIORITY[self.config.priority](e.group, version) for e in entries]
+        rates = [PRIORITY[sampling](e.group, version) for e in entries]
         return [entries[i] for i, _ in priority(rates, count, self.rng)]
 
 
@@ -110,9 +110,8 @@ def test_batches_are_those_of_the_sorted_reference(data: st.DataObject) -> None:
     reuse = draw(st.integers(1, 3))
     config = BufferConfig(
         capacity=1000,
-        sampling=draw(st.sampled_from(["fifo", "lifo", "uniform", "priority"])),
+        sampling=draw(st.sampled_from(["fifo", "lifo", "uniform", "reward_spread", "age"])),
         max_reuse=reuse,
-        priority=draw(st.sampled_from(["reward_spread", "age"])),
         replay_fraction=draw(st.sampled_from([0.0, 1.0])) if reuse > 1 else 0.0,
         max_age=draw(st.integers(0, 2)),
         warmup_steps=draw(st.integers(0, 2)),
@@ -147,5 +146,5 @@ def test_batches_are_those_of_the_sorted_reference(data: st.DataObject) -> None:
             return
         if expected is not None:
             version += 1
-            gone = {evicted.group_id for evicted in buffer.evict(version)}
+            gone = {evicted.group_id for evicted in buffer.evict_stale(version)}
             reference.held = [e for e in reference.held if e.number not in gone]

@@ -14,8 +14,7 @@ from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
 from asyncrlhf.buffer.checks import validate_flow
 from asyncrlhf.buffer.ledger import Ledger
 from asyncrlhf.buffer.replay import ReplayBuffer
-from asyncrlhf.records.read.history import Findings
-from asyncrlhf.records.read.replay import Replay
+from asyncrlhf.records.read.replay import Findings, Replay
 from asyncrlhf.records.write.journal import Journal
 from asyncrlhf.types import Payload, Prompt, RolloutGroup, RolloutInfo
 
@@ -59,7 +58,6 @@ class Setting:
     eta: int = 2
     over_stale: str = "drop"
     sampling: str = "fifo"
-    priority: str = "reward_spread"
     max_reuse: int = 1
     publish_every: int = 1
     groups: int = 2  # a step
@@ -93,7 +91,6 @@ class Setting:
             self.capacity,
             self.sampling,
             self.max_reuse,
-            self.priority,
             self.filter_zero_spread,
             self.replay_fraction,
             self.max_age,
@@ -215,7 +212,8 @@ class World:
         group_id, self.next_group = self.next_group, self.next_group + 1
         step = self.gate.admit(self.replicas[replica])
         self.buffer.reserve(self.setting.siblings)
-        ids = range(self.ledger.next_id, self.ledger.next_id + self.setting.siblings)
+        first = self.ledger.counts()["admitted_total"]
+        ids = range(first, first + self.setting.siblings)
         for i in ids:
             self.ledger.admit(i, group_id, make_prompt(group_id), now=float(i))
         self.open[group_id] = OpenGroup(self.replicas[replica], step, set(ids))
@@ -341,11 +339,11 @@ class World:
             self.shrunk_at = self.version
         self.limit = bound
         self.journal.note("bound", bound=bound)
-        self.evict()
+        self.evict_stale()
 
-    def evict(self) -> None:
+    def evict_stale(self) -> None:
         self.buffer.set_bound(self.limit)
-        self.file(self.buffer.evict(self.version))
+        self.file(self.buffer.evict_stale(self.version))
 
     def purge(self) -> None:
         """The buffer is emptied of what is older than the published weights."""
@@ -379,7 +377,7 @@ class World:
 
     def take(self) -> bool:
         """The learner gets its batch, if there is one."""
-        self.evict()
+        self.evict_stale()
         pool = [i for i in self.buffered if self.uses[i]]
         taken = self.buffer.take(self.version, [group.oldest() for group in self.open.values()])
         if taken is None:
@@ -417,7 +415,7 @@ class World:
         self.version += 1
         self.journal.note("step", step=self.version)
         self.publish_due |= self.version % self.setting.publish_every == 0
-        self.evict()
+        self.evict_stale()
 
     def check_replay(self, taken: list[RolloutGroup], pool: int) -> None:
         again = [t for t in taken if self.uses[t.group_id]]

@@ -48,6 +48,7 @@ def fake_run(config: RunConfig) -> int:
         ("5,6,4", 1, ["1 of the 3 jobs ended without a result."]),
     ],
 )
+@pytest.mark.more_but(every=2)
 def test_jobs_of_a_launcher_are_reported_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], steps: str, code: int,
     said: list[str],
@@ -61,3 +62,5 @@ def test_jobs_of_a_launcher_are_reported_together(
     assert "drawn ['0', '1']" in out
     assert all(sentence in err for sentence in said) and err.count("\n") == len(said)
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    traces = list(tmp_path.glob("runs/**/asyncrlhf-error-*.txt"))
+    assert len(traces) == err.count("The trace is in") and all(str(trace) in err for trace in traces)

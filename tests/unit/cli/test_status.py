@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from asyncrlhf.cli.status import status_lines
-from asyncrlhf.records.write.run_lock import RunLock
 
 FIGURES = {
     "step": 3, "steps": 9, "published_version": 3, "buffer": 4, "in_flight": 8, "waiting_to_be_issued_again": 0,
@@ -34,15 +33,6 @@ def first_line(folder: Path, now: float, **status: Any) -> str:
 )
 def test_a_run_without_a_lock_lives_if_another_machine_writes(tmp_path: Path, host: str, ago: float, said: str) -> None:
     assert re.search(said, first_line(tmp_path, 1000.0 + ago, host=host, written=1000.0, answered=1000.0))
-
-
-def test_a_frozen_owner_is_told_from_a_hung_loop(tmp_path: Path) -> None:
-    lock = RunLock(tmp_path)
-    host = socket.gethostname()
-    assert "has been frozen for" in first_line(tmp_path, 1060.0, host=host, written=1000.0, answered=1000.0)
-    assert "its event loop has not answered" in first_line(tmp_path, 1060.0, host=host, written=1059.0, answered=1000.0)
-    assert "process 42" in first_line(tmp_path, 1001.0, host=host, written=1000.0, answered=1000.0)
-    lock.release()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"pid": 3}', "\x00"])

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from ray._private.workers import setup_worker
 
-from asyncrlhf.cluster.forked_workers import WORKER, ForkedWorkers, remove_stale_folders
+from asyncrlhf.cluster.forked_workers import WORKER, ForkedWorkers
 from tests.ray_run import wait_until
 
 ANSWER = """
@@ -59,6 +59,7 @@ def call(workers: ForkedWorkers, folder: Path, script: str = WORKER, **context: 
     return {**json.loads(out), "started": process.pid}
 
 
+@pytest.mark.more
 def test_a_worker_whose_command_ray_has_ended_ends_without_a_word(
     workers: ForkedWorkers, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,26 +126,3 @@ def test_the_server_ends_with_the_process_that_started_it(tmp_path: Path) -> Non
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     server = int(done.stdout)
     wait_until(lambda: not psutil.pid_exists(server), "the end of a server whose starter was killed")
-
-
-def test_the_folder_of_a_killed_process_is_removed_and_no_other() -> None:
-    made = "from asyncrlhf.cluster.forked_workers import ForkedWorkers as F; f = F(); print(f._folder, flush=True)"
-    killed, living = (
-        subprocess.Popen([sys.executable, "-c", f"{made}; import time; time.sleep(600)"], stdout=subprocess.PIPE)
-        for _ in range(2)
-    )
-    folders = []
-    try:
-        for process in (killed, living):
-            assert process.stdout is not None
-            folders.append(Path(process.stdout.readline().decode().strip()))
-        assert all(folder.is_dir() for folder in folders)
-        killed.kill()
-        killed.wait(30)
-        remove_stale_folders()
-        assert [folder.exists() for folder in folders] == [False, True]
-    finally:
-        living.kill()
-        living.wait(30)
-    remove_stale_folders()
-    assert not folders[1].exists()

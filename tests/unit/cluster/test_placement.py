@@ -53,6 +53,10 @@ def assert_demands_fit(plan: Plan) -> None:
             assert amount <= bundles[place].get(kind, 0.0) + 1e-6, (place, kind)
 
 
+def side_of(plan: Plan, part: str) -> str:
+    return next(group.side for group in plan.groups if part in group.seats)
+
+
 def devices_of(plan: Plan, kind: str) -> set[tuple[str, int]]:
     return {(s.group, i) for name, s in plan.seats.items() if name.startswith(kind) for i in s.bundles}
 
@@ -72,7 +76,7 @@ def test_separate_has_two_sets_of_devices() -> None:
     plan = make_plan("separate", parts(2, 3, 2, learner=1, generator=1, reward=0.25), nodes=1)
     assert plan.total("GPU") == 6, "the reward workers' quarters share one GPU of the generators' side"
     assert not devices_of(plan, "learner") & (devices_of(plan, "generator") | devices_of(plan, "reward"))
-    assert {plan.side_of(f"{kind}-0") for kind in ("generator", "reward")} == {"generators"}
+    assert {side_of(plan, f"{kind}-0") for kind in ("generator", "reward")} == {"generators"}
     assert make_plan("separate", parts(), nodes=1).seats["reward-0"].group == "", "a rule needs no device"
     assert_demands_fit(plan)
 
@@ -105,7 +109,7 @@ def test_flatten_shares_cpus_and_the_larger_tenant_sets_the_size() -> None:
 def test_flatten_with_more_ranks_than_devices_gives_the_rest_their_own() -> None:
     plan = make_plan("flatten", parts(4, 2, learner=1, generator=1), nodes=1)
     assert plan.sharing == {"generator-0", "generator-1"} and plan.total("GPU") == 4
-    assert plan.side_of("learner-3") == "learner" and plan.side_of("learner-1") == "generators"
+    assert side_of(plan, "learner-3") == "learner" and side_of(plan, "learner-1") == "generators"
     assert_demands_fit(plan)
 
 
@@ -194,7 +198,7 @@ def test_a_replica_that_comes_later_gets_a_device_of_its_own() -> None:
     late = Part("generator-9", "generator", 2, 0)
     for placement in ("separate", "interleave", "flatten"):
         plan = add_replica(make_plan(placement, parts(1, 1), nodes=1), late)
-        assert plan.side_of("generator-9") == "generators" and plan.seats["generator-9"].group == "generator-9"
+        assert side_of(plan, "generator-9") == "generators" and plan.seats["generator-9"].group == "generator-9"
         assert "generator-9" not in plan.sharing
         assert_demands_fit(plan)
     assert add_replica(make_plan("auto", parts(), nodes=1), late).seats["generator-9"].demand() == {"CPU": 2}
@@ -327,4 +331,4 @@ def test_too_few_gpus_end_in_a_sentence_that_names_the_way_out(monkeypatch: pyte
 )
 def test_vllm_replicas_that_share_gpus_with_the_learner_can_sleep(overrides: list[str], sleeps: bool) -> None:
     config = load_config(["generator=vllm", "learner.gpus=1", *overrides])
-    assert [spec.generator.vllm.enable_sleep_mode for spec in generator_specs(config)] == [sleeps]
+    assert [bool(spec.generator.vllm.sleep_level) for spec in generator_specs(config)] == [sleeps]

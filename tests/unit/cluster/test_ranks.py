@@ -13,7 +13,7 @@ import pytest
 from asyncrlhf.cluster import ray_placement, ray_runtime
 from asyncrlhf.cluster.clock import run_virtual
 from asyncrlhf.cluster.placement import Seat
-from asyncrlhf.cluster.ranks import DEATH_SECONDS, a_rank, first, together
+from asyncrlhf.cluster.ray_calls import DEATH_SECONDS, a_rank, first, together
 from asyncrlhf.cluster.ray_runtime import RayRuntime
 from asyncrlhf.errors import LearnerLostError, ReplicaError
 

@@ -32,7 +32,7 @@ class Scripted(RayAnnotator):
         self.started: list[str] = []
         self.killed: list[Any] = []
         monkeypatch.setattr(ray_handles.ray, "kill", self.killed.append)
-        spec: Any = SimpleNamespace(kind="reward", answer_seconds=450.0, settings=SimpleNamespace(max_restarts=1))
+        spec: Any = SimpleNamespace(kind="reward", answer_seconds=450.0, max_restarts=1)
         super().__init__(spec, 0, {}, start_seconds=60.0)
 
     def _start(self, name: str) -> Any:
@@ -62,7 +62,7 @@ def test_a_worker_that_freezes_is_started_again_and_asked_once_more(monkeypatch:
         assert await worker.annotate([]) == [Annotation(7, 1.0)]
         assert asyncio.get_running_loop().time() == 450.0 + 5.0, "its time, and a start"
         assert worker.killed == [frozen] and worker.started == ["reward-0"] * 2
-        with pytest.raises(WorkerLostError, match=r"annotate within 450 s .*\(reward\.max_restarts\)"):
+        with pytest.raises(WorkerLostError, match=r"annotate within 450 s .*\(max_restarts\)"):
             await worker.annotate([])
 
     run_virtual(main())

@@ -1,19 +1,30 @@
-"""A typed call of a worker: here and in an actor it has an end, and errors come out as they were raised."""
+"""A typed call of a worker: here and in an actor it has an end, errors come out as they were raised, and a verdict ends
+the call that it is about."""
 
 from __future__ import annotations
 
 import asyncio
+import traceback
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
 
 from asyncrlhf.actors.part import PartActor
 from asyncrlhf.cluster.calls import keep_calls
 from asyncrlhf.cluster.clock import run_virtual
-from asyncrlhf.cluster.handles import LONG_SECONDS, LocalPart, Remote
+from asyncrlhf.cluster.handles import LONG_SECONDS, LocalPart, Remote, within
+from asyncrlhf.cluster.ray_calls import ask, translated
 from asyncrlhf.cluster.ray_handles import RayPart
-from asyncrlhf.errors import ReplicaError, WeightSyncError
+from asyncrlhf.errors import (
+    ConfigError,
+    RefusedStartError,
+    ReplicaError,
+    RewardError,
+    WeightSyncError,
+    failure_sentence,
+)
 
 
 class Worker:
@@ -93,6 +104,51 @@ def test_a_call_that_is_given_up_ends_with_the_verdict() -> None:
         call.end("a second verdict")
         with pytest.raises(ReplicaError, match=r"^part-0 gave no sign of life$"):
             await asked
+        call.end("a verdict that comes too late")
         assert asyncio.get_running_loop().time() == 3 and not list(calls)
+        assert call.verdict == "part-0 gave no sign of life"
 
     run_virtual(main())
+
+
+def test_a_verdict_that_comes_after_the_answer_changes_nothing() -> None:
+    async def asked() -> None:
+        table, answer = keep_calls(), asyncio.get_running_loop().create_future()
+        waits = asyncio.create_task(within(60.0, "generator-0", "load", answer))
+        await asyncio.sleep(0)
+        call = table.of("generator-0")[0]
+        answer.set_result(7)
+        assert await waits == 7
+        call.end("generator-0 gave no sign of life")
+        assert not call.verdict
+
+    asyncio.run(asked())
+
+
+@pytest.mark.parametrize(
+    ("raised", "sentence"),
+    [
+        (RuntimeError("can't start new thread\nmore"), "RuntimeError: can't start new thread (in reward-0)"),
+        (RewardError("the judge answers nonsense"), "the judge answers nonsense"),
+    ],
+)
+def test_the_sentence_of_a_run_names_the_actor_that_raised_what_is_not_ours(raised: Exception, sentence: str) -> None:
+    async def asked() -> None:
+        keep_calls()
+        answer = asyncio.get_running_loop().create_future()
+        answer.set_exception(RayTaskError("score", "a traceback", raised))
+        with pytest.raises(type(raised)) as caught:
+            await ask("reward-0", answer, 60.0, "score")
+        assert failure_sentence(caught.value) == sentence
+
+    asyncio.run(asked())
+
+
+def test_what_a_part_refuses_at_its_start_is_the_users_sentence() -> None:
+    """A model that the engine cannot pass right ends the run with exit code 2, like any wrong setting."""
+    said = "generator.engine=hf cannot run XForCausalLM: it is never right; choose another model."
+    for error, kind, code in ((ConfigError(said), RefusedStartError, 2), (RuntimeError(said), ReplicaError, 1)):
+        trace = "Traceback (most recent call last):\n" + "".join(traceback.format_exception(error))
+        found = translated("generator-0", ActorDiedError(cause=RayTaskError("__init__", trace, error)))
+        assert type(found) is kind and isinstance(found, ReplicaError) and found.exit_code == code
+        assert said in str(found) and ("could not start" in str(found)) == (code == 1)

@@ -20,7 +20,7 @@ CHANGES = [
     ["task.operations=['+','-']", "model.path='a b'", "eval_every=null"],
     ["algorithm=ppo", "generator.groups={a: {replicas: 1}}"],
     ["task.path=${oc.env:HOME}", "task.heldout_size=${batch_size}"],
-    ["logging.wandb_tags=[a,b]", "learner.learning_rate=1e-4", "stall_timeout_seconds=5"],
+    ["logging.wandb_kwargs={tags:[a,b]}", "learner.learning_rate=1e-4", "stall_timeout_seconds=5"],
     ["experiment=staleness_quick", "algorithm=grpo_mu", "async=fixed_lag", "async.lag=0", "seed=0"],
 ]
 NONSENSE = ["steps=abc", "bogus=1", "generator.bogus=2", "algorithm=3", "reward.kind=[a]", "steps=3.5", "steps=1,2"]
@@ -28,6 +28,7 @@ NONSENSE += ["algorithm=nope", "generator=3", "steps=", "async.lag=-1", "steps={
 
 
 @pytest.mark.parametrize("overrides", [*CHANGES, *([text] for text in NONSENSE)], ids=" ".join)
+@pytest.mark.more_but(every=3)
 def test_a_config_is_the_same_as_hydras(overrides: list[str]) -> None:
     compose_config([], None)  # so that Hydra has its schema
     results = []

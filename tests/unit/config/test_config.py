@@ -34,7 +34,7 @@ NONSENSE = [
     ("async.adaptive='2'", ["async.adaptive=2 is of the wrong kind; allowed: true or false."]),
     ("generator.groups={a:{vllm:{enable_lora:3}}}", ["generator.groups.a.vllm.enable_lora=3 is of the wrong kind"]),
     ("stpes=5", ["stpes is not a setting", "did you mean steps?", "batch_size"]),
-    ("async.max_stalenes=1", ["did you mean async.max_staleness?", "allowed in async: adapt_every, "]),
+    ("async.max_stalenes=1", ["did you mean async.max_staleness?", "allowed in async: adaptive, "]),
     ("generator.fake.latency_sgma=1", ["did you mean generator.fake.latency_sigma?"]),
     ("max_staleness=1", ["did you mean async.max_staleness?"]),
     ("async_.max_staleness=1", ["did you mean async.max_staleness?"]),
@@ -100,8 +100,7 @@ NONSENSE = [
     ("learner.ranks=2 runtime=local", ["runtime=local", "learner.ranks=2"]),
     ("runtime=ray weights.transport=local", ["weights.transport=local", "object_store"]),
     ("async.pacing=jit", ["async.pacing=jit is not known", "just_in_time"]),
-    ("async=sync async.pacing=fill", ["async.pacing=fill", "async.mode=sync", "allowed: auto, or mode=async."]),
-    ("async=fixed_lag async.pacing=just_in_time", ["async.pacing=just_in_time", "async.mode=fixed_lag"]),
+    ("async=fixed_lag async.pacing=just_in_time", ["async.mode=fixed_lag", "allowed: fill, or mode=async."]),
     ("async.pacing=just_in_time buffer=freshest", ["buffer.sampling=lifo", "allowed: pacing=fill, or buffer=fifo."]),
     ("weights.publish_every=5", ["weights.publish_every=5", "async.max_staleness=2"]),
     ("task=prompts", ["task.path"]),
@@ -112,7 +111,7 @@ NONSENSE = [
     ("reward=http reward.http.url=localhost:80", ["reward.http.url=localhost:80", "http://HOST:PORT/PATH"]),
     ("reward=sum ++reward.parts.rm.knd=model", ["reward.parts.rm.knd is not a setting", "weight"]),
     ("reward=sum ++reward.parts.rm.kind=modle", ["reward.parts.rm.kind=modle", "did you mean model?", "length"]),
-    ("reward=sum ++reward.parts.rm.http.urll=x", ["reward.parts.rm.http.urll is not a setting", "backoff_seconds"]),
+    ("reward=sum ++reward.parts.rm.http.urll=x", ["reward.parts.rm.http.urll is not a setting", "breaker_failures"]),
     ("reward=sum ++reward.parts.rm.weight=much", ["reward.parts.rm.weight", "much"]),
     ("reward=sum ++reward.parts.rm.weight=nan", ["reward.parts.rm.weight=nan", "finite"]),
     ("reward=sum ++reward.parts.rm.model.dtype=int4", ["reward.parts.rm.model.dtype=int4", "bfloat16"]),
@@ -122,7 +121,6 @@ NONSENSE = [
     ("reward.kind=length", ["reward.kind=length is not known", "sum"]),
     ("reward.normalize=mean", ["reward.normalize=mean", "running"]),
     ("reward.normalize_clip=3", ["reward.normalize_clip=3", "reward.normalize"]),
-    ("reward.on_failure=retry", ["reward.on_failure=retry", "skip, stop"]),
     ("reward.max_batch_tokens=0", ["reward.max_batch_tokens=0", ">= 1"]),
     ("reward=http reward.http.url=http://h reward.http.retries=-1", ["reward.http.retries=-1", ">= 0"]),
     ("reward.model.chat_template=true reward.model.inputs=ids", ["reward.model.chat_template=true", "text"]),
@@ -169,6 +167,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @pytest.mark.parametrize(("typed", "words"), NONSENSE, ids=[typed for typed, _ in NONSENSE])
+@pytest.mark.more_but(every=4)
 def test_nonsense_is_one_sentence(typed: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     sentence = refused(capsys, "train", *typed.split(" "))
     assert [word for word in words if word not in sentence] == [], sentence
@@ -340,9 +339,10 @@ def booleans(part: Any, prefix: str = "") -> Iterator[str]:
             yield name
 
 
+@pytest.mark.more
 def test_no_true_or_false_setting_takes_a_number_besides_0_and_1() -> None:
     names = list(booleans(RunConfig()))
-    assert len(names) > 30
+    assert len(names) > 20
     for name in names:
         with pytest.raises(ConfigError, match=f"{name}=3 is of the wrong kind; allowed: true or false."):
             load_config([f"{name}=3"])

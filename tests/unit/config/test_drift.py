@@ -46,6 +46,13 @@ def test_the_documentation_shows_every_rule() -> None:
         ((), ("seed=1",), "seed", "refuse"),
         ((), ("batch_size=256",), "batch_size", "refuse"),
         ((), ("task.digits=3",), "task.digits", "refuse"),
+        ((), ("task.heldout_size=4",), "task.heldout_size", "refuse"),
+        ((), ("num_generations=2",), "num_generations", "refuse"),
+        ((), ("model.dtype=bfloat16",), "model.dtype", "refuse"),
+        ((), ("reward.missing_eos_penalty=1",), "reward.missing_eos_penalty", "refuse"),
+        ((), ("buffer.max_reuse=2",), "buffer.max_reuse", "refuse"),
+        ((), ("learner.optim=muon",), "learner.optim", "refuse"),
+        ((), ("generator.top_k=5",), "generator.top_k", "refuse"),
         ((), ("model.lora.r=4",), "model.lora.r", "refuse"),
         ((), ("reward.kind=python", "reward.target=a:b"), "reward.target", "refuse"),
         ((), ("algorithm=ppo",), "algorithm.advantage", "refuse"),
@@ -79,6 +86,7 @@ def test_the_documentation_shows_every_rule() -> None:
         ),
     ],
 )
+@pytest.mark.more_but(every=4)
 def test_a_changed_setting_is_decided(before: tuple[str, ...], now: tuple[str, ...], key: str, decision: str) -> None:
     assert changes(before, now)[key].decision == decision
 
@@ -183,3 +191,11 @@ def test_code_is_compared_with_the_modules_beside_it_that_it_imports(
     assert source_files("drift_installed") == [installed / "drift_installed.py"]
     (change,) = drift(to_plain(config), config, held={"reward.target": "before"}, found=held)
     assert change.decision == "note"
+
+
+def test_a_setting_that_no_longer_exists_is_named_and_decided_by_its_group() -> None:
+    before = to_plain(load_config([]))
+    before["logging"]["wandb_notes"], before["reward"]["on_failure"] = "x", "stop"
+    found = {change.key: change for change in drift(before, load_config([]))}
+    assert (found["logging.wandb_notes"].decision, found["reward.on_failure"].decision) == ("note", "refuse")
+    assert str(found["reward.on_failure"]) == "reward.on_failure=nothing (was stop): is no setting of this version"

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
 
+from asyncrlhf.cli.main import main
 from asyncrlhf.cli.reference import schema as print_schema
-from asyncrlhf.cli.settings_help import settings_help
+from asyncrlhf.cli.reference import settings_page
+from asyncrlhf.cli.settings_help import listed_sections, settings_help
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.conversion import conf_folder, to_plain
 from asyncrlhf.config.run_config import RunConfig
-from asyncrlhf.config.settings_list import Setting, every_setting, json_schema, sections
+from asyncrlhf.config.settings_list import ENTRY, Setting, common_settings, every_setting, json_schema, sections
 from asyncrlhf.errors import ConfigError
 
+ROOT = Path(__file__).resolve().parents[3]
 SECTIONS = {section.key: section for section in sections()}
 
 
@@ -73,12 +78,63 @@ def test_words_that_are_no_shown_choice_are_refused() -> None:
             assert "nonsense is not known" in said and all(choice in said for choice in setting.choices), said
 
 
-def test_help_has_every_setting_with_default_and_meaning() -> None:
-    text = settings_help([])
-    for setting in every_setting():
-        if ".NAME." not in setting.key.replace(".NAME.", ".", 1):
-            assert f"  {setting.key}={setting.written}  ({setting.allowed})\n" in text or "parts.NAME" in setting.key
-    assert "Most learner steps by which a trained rollout's oldest token may lag behind" in " ".join(text.split())
+MOST = 300  # settings whose name a user does not choose: a new one first makes room
+
+
+def test_there_are_no_more_settings_than_a_house_can_hold() -> None:
+    assert sum(ENTRY not in s.key for s in every_setting()) <= MOST
+
+
+def uses_of_settings() -> dict[str, str]:
+    """The text of all that a person wrote beside the package: presets, experiments, pages and tests, by file."""
+    found = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "notebooks").glob("*.ipynb")]
+    for folder, ends in (("conf", ("yaml",)), ("experiments", ("py", "md", "yaml", "sh")), ("tests", ("py",))):
+        found += [path for end in ends for path in (ROOT / folder).rglob(f"*.{end}")]
+    return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in found}
+
+
+def is_named(key: str, file: str, text: str) -> bool:
+    """Whether a text names the setting: with its group, as a line of its preset, or in a test as a keyword."""
+    group, _, name = key.rpartition(".")
+    if re.search(rf"(?<![\w.]){re.escape(key)}(?!\w)", text):
+        return True
+    if file.startswith("conf/"):
+        part = group.partition(".")[0]
+        own = file.startswith(f"conf/{part}/") or re.search(rf"^{part}:", text, re.M)
+        return bool(own and re.search(rf"^\s*{name}:", text, re.M))
+    return file.endswith(".py") and bool(re.search(rf"""\b{name}(=|["']:)""", text))
+
+
+def test_a_recipe_an_experiment_a_page_or_a_test_names_each_setting() -> None:
+    """One that nobody ever changes is a constant beside its use. The page made by ``make reference`` does not count."""
+    texts = uses_of_settings()
+    keys = [setting.key for setting in every_setting() if ENTRY not in setting.key]
+    assert [key for key in keys if not any(is_named(key, file, text) for file, text in texts.items())] == []
+
+
+def test_the_help_of_train_begins_with_the_common_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    common = common_settings()
+    assert 20 <= len(common) <= 30
+    for setting in common:
+        assert f"  {setting.key}={setting.written}  ({setting.allowed})\n" in text
+    assert " ".join(common[0].about.split()) in " ".join(text.split())
+    groups = re.findall(r"^  (\w+) +(\d+)  \S", text[text.index("All settings are in these groups") :], re.M)
+    listed = [setting for section in listed_sections() for setting in section.settings]
+    assert sum(int(number) for _, number in groups) == len(listed) and "learner.optim=" not in text
+    for name, number in groups:
+        assert main(["train", "--help", name]) == 0
+        shown = capsys.readouterr().out
+        own = [s for s in listed if (s.key.partition(".")[0] if "." in s.key else "run") == name]
+        assert len(own) == int(number)
+        assert all(f"  {s.key}={s.written}  ({s.allowed})\n" in shown for s in own)
+
+
+def test_the_reference_page_begins_with_the_common_settings() -> None:
+    page = settings_page()
+    first = page[page.index("## Common settings") : page.index("## The run")]
+    assert re.findall(r"^\| `([\w.]+)` \|", first, re.M) == [setting.key for setting in common_settings()]
 
 
 def test_help_finds_by_word_and_refuses_what_is_nowhere() -> None:

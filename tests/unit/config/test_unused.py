@@ -52,6 +52,7 @@ def test_no_secret_is_said() -> None:
     assert said == ["Not used: reward.http.url; needs reward.kind=http."]
 
 
+@pytest.mark.more
 def test_no_experiment_sets_what_it_does_not_use() -> None:
     composed = 0
     for name in EXPERIMENTS:

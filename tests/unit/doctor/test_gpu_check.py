@@ -39,6 +39,7 @@ def test_the_runs_are_settings_that_a_machine_with_gpus_takes(check: Check) -> N
     assert check.cards == (max(parts, engines) if shared else parts + engines)
 
 
+@pytest.mark.more
 def test_a_broadcast_is_measured_and_what_fails_or_hangs_stops_no_other() -> None:
     hangs = Check("hangs", "", 1, words=("rank", "cpu", "8", "1", "1"))  # its rank 0 never comes
     found = named(hangs, limit=2) | named(

@@ -263,18 +263,6 @@ def test_score_equals_a_plain_forward_pass_also_while_rows_are_in_flight(name: s
     assert check_versions(requests, run(engine), {0: plain}) == 0
 
 
-def test_errors_of_the_forward_pass_propagate(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = HFEngine(make_model(), slots=1)
-
-    def broken(cache: Any, plan: Any) -> torch.Tensor:
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(engine._passes, "step", broken)
-    engine.submit(make_requests(SamplingParams(3), [4]))
-    with pytest.raises(RuntimeError, match="out of memory"):
-        engine.step(0.0)
-
-
 def test_bfloat16_agrees_with_the_model_in_bfloat16() -> None:
     requests = make_requests(SamplingParams(10), [4, 9, 21])
     model, plain = make_model().to(torch.bfloat16), make_model().to(torch.bfloat16)

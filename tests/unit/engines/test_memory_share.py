@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrlhf.cluster.first_turn import crowd, first_turn
 from asyncrlhf.cluster.parts import placement_plan, specs
+from asyncrlhf.cluster.placement import first_turn
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.engines.generator_config import GeneratorConfig, VllmConfig
@@ -60,7 +60,7 @@ def test_engines_start_behind_a_sleeping_learner_and_know_what_it_keeps(ranks: i
     settings = ["cluster=flatten", "generator.engine=vllm", "generator.gpus=1", "generator.vllm.sleep_level=2"]
     config = load_config([*settings, f"learner.gpus={gpus}", f"learner.ranks={ranks}", "batch_size=64"])
     plan, wanted = placement_plan(config), specs(config, config.weights)
-    assert wanted.learner.offloads and crowd(plan) == ranks
+    assert wanted.learner.offloads and plan.crowd == ranks
     asked: list[str] = []
 
     async def every(seconds: float, method: Any) -> list[int]:
@@ -68,7 +68,7 @@ def test_engines_start_behind_a_sleeping_learner_and_know_what_it_keeps(ranks: i
         return [5 * GB] * ranks
 
     learner: Any = SimpleNamespace(every=every)
-    found = asyncio.run(first_turn(learner, wanted, plan.sharing, plan))
+    found = asyncio.run(first_turn(learner, wanted, plan.sharing, plan.crowd))
     assert asked == ["LearnerWorker.sleep"]
     assert [spec.beside_bytes for spec in found.generators] == [ranks * 5 * GB]
     assert [spec.beside_bytes for spec in wanted.generators] == [0]

@@ -62,6 +62,7 @@ def picked(logits: torch.Tensor, ids: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.more_but(every=4)
 def test_behavior_logprobs_equal_a_plain_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With siblings, prompts of one token, rows that are taken again, rows that move, and texts beyond any window."""
     requests = make_requests([5, 1, 9, 1, 17, 4], siblings=3, most=12)
@@ -73,6 +74,7 @@ def test_behavior_logprobs_equal_a_plain_pass(name: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in UNCACHED])
+@pytest.mark.more_but(every=4)
 def test_greedy_tokens_equal_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = make_requests([4, 2, 11], siblings=2, most=10, temperature=0.0)
     model = family(name)

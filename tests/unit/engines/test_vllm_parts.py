@@ -213,10 +213,10 @@ def test_chunks_hold_every_tensor_once_within_the_bound(monkeypatch: pytest.Monk
 
 
 def test_settings_reach_vllm_under_its_names() -> None:
-    own = VllmConfig(dtype="bfloat16", max_model_len=96, block_size=32, tensor_parallel_size=2)
+    own = VllmConfig(dtype="bfloat16", max_model_len=96, engine_kwargs={"block_size": 32}, tensor_parallel_size=2)
     arguments = engine_arguments(GeneratorConfig(engine="vllm", slots=16, gpus=2, vllm=own), ModelConfig())
     expected = {
-        "dtype": "bfloat16", "max_model_len": 96, "block_size": 32, "max_num_batched_tokens": None,
+        "dtype": "bfloat16", "max_model_len": 96, "block_size": 32, "enable_prefix_caching": True,
         "tensor_parallel_size": 2, "pipeline_parallel_size": 1, "distributed_executor_backend": "mp",
         "max_num_seqs": 20, "enforce_eager": False, "logprobs_mode": "processed_logprobs",
         "enable_chunked_prefill": None,
@@ -259,7 +259,9 @@ def test_who_runs_several_workers_depends_on_where_the_replica_was_placed(monkey
 
 
 def test_a_cpu_replica_has_room_for_all_slots_at_full_length() -> None:
-    arguments = engine_arguments(GeneratorConfig(engine="vllm", slots=3, vllm=VllmConfig(block_size=32)), ModelConfig())
+    arguments = engine_arguments(
+        GeneratorConfig(engine="vllm", slots=3, vllm=VllmConfig(engine_kwargs={"block_size": 32})), ModelConfig()
+    )
     assert arguments["enforce_eager"] and arguments["enable_chunked_prefill"] is False
     assert arguments["distributed_executor_backend"] == "uni"
     # Keys and values, 4 layers, 4 heads of 32, float32, 128 tokens; 5 sequences more are scored or spare.
@@ -271,7 +273,7 @@ def test_a_cpu_replica_has_room_for_all_slots_at_full_length() -> None:
     [
         ({"gpus": 1.0, "vllm": VllmConfig(tensor_parallel_size=2)}, "generator.gpus=1 is not the 2 "),
         ({"gpus": 4.0}, "generator.gpus=4 is not the 1 "),
-        ({"vllm": VllmConfig(enable_sleep_mode=True)}, "enable_sleep_mode=true needs generator.gpus"),
+        ({"vllm": VllmConfig(sleep_level=1)}, "sleep_level=1 needs generator.gpus"),
         ({"vllm": VllmConfig(pipeline_parallel_size=2)}, "pipeline_parallel_size=2 needs generator.gpus"),
     ],
 )
@@ -326,7 +328,7 @@ def test_more_keywords_of_vllm_pass_through_and_those_with_settings_do_not() -> 
         with pytest.raises(ConfigError, match=rf"engine_kwargs.{name} has its own setting"):
             VllmConfig(engine_kwargs={name: 3})
     own = {*engine_arguments(GeneratorConfig(engine="vllm"), ModelConfig())}
-    assert own - {*OWN_ENGINE} == {"load_format"}, "a default that may be replaced"
+    assert own - {*OWN_ENGINE} == {"load_format", "enforce_eager", "enable_prefix_caching"}, "defaults"
     with pytest.raises(ConfigError, match=r"generation_kwargs.top_p has its own setting"):
         GeneratorConfig(engine="vllm", generation_kwargs={"top_p": 0.5})
     if find_spec("vllm") is not None:

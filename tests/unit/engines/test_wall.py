@@ -49,6 +49,7 @@ OWN = ["mamba", "mamba2", "falcon_h1", "lfm2", "granitemoehybrid", "bamba", "qwe
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [*OWN, *UNCACHED])
+@pytest.mark.more_but(every=4)
 def test_a_family_that_cannot_be_packed_gets_its_own_cache_or_none(name: str, dtype: torch.dtype) -> None:
     assert name in FAMILIES
     assert chosen(family(name, dtype=dtype)) == ("no cache" if name in UNCACHED else "own cache")
@@ -127,6 +128,7 @@ def test_the_context_is_the_models_own_limit() -> None:
         "mpt": 128, "gptj": 128, "opt": 128, "mistral": 128,
     }  # fmt: skip
     assert [context_of(AutoConfig.for_model(name)) for name in ("mamba", "bloom")] == [DEFAULT_CONTEXT] * 2
+    assert context_of(AutoConfig.for_model("gemma3", text_config={"max_position_embeddings": 77})) == 77
 
 
 # Faults that are planted into passes which are right without them.

@@ -15,7 +15,6 @@ from asyncrlhf.engines.hf.forward import SlotPasses
 from asyncrlhf.engines.hf.hf_engine import HFEngine
 from asyncrlhf.engines.hf.layer_shapes import PROBE_NAME
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.models.checkpoint_folder import DEFAULT_CONTEXT, context_of
 from asyncrlhf.types import GenerationFailure, GenerationRequest, Rollout, SamplingParams
 from tests.numeric import assert_close
 from tests.unit.engines.test_hf import SIZES, make_requests, picked, run
@@ -99,6 +98,7 @@ def check(requests: list[GenerationRequest], done: dict[int, Rollout], models: l
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.more_but(every=3)
 def test_every_logit_equals_that_of_a_plain_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of three windows after prompts shorter and longer than one, siblings of both, and refilled slots."""
     requests = make_requests(SamplingParams(3 * WINDOW), [3, 1, 40, 9], siblings=3)
@@ -165,6 +165,7 @@ def test_siblings_whose_trimmed_writes_are_as_many_as_the_tokens() -> None:
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize("budget", [8192, 30])
+@pytest.mark.more_but(every=3)
 def test_a_recompute_in_flight(name: str, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a small budget the new prefills spread over several steps, in which other rows decode."""
     monkeypatch.setattr(slots, "PREFILL_TOKENS", budget)
@@ -248,7 +249,7 @@ def prefill_sizes(engine: HFEngine, requests: list[GenerationRequest]) -> list[i
 
 def cache_bytes(engine: HFEngine) -> list[int]:
     assert isinstance(engine._passes, SlotPasses)
-    return [group.nbytes for group in engine._passes._cache.groups]
+    return [group.nbytes for group in engine._passes.groups]
 
 
 def test_layers_with_a_window_keep_only_their_window() -> None:
@@ -269,11 +270,6 @@ def test_the_context_is_the_models_own_limit() -> None:
     assert isinstance(failure, GenerationFailure) and f"context of {CONTEXT}" in failure.error
     requests = make_requests(SamplingParams(CONTEXT - 20), [20])
     check(requests, run(engine, requests), [make_model("gemma3_text")])
-
-
-def test_the_context_of_configs_without_one_and_of_several_parts() -> None:
-    assert context_of(transformers.BloomConfig()) == DEFAULT_CONTEXT
-    assert context_of(transformers.Gemma3Config(text_config={"max_position_embeddings": 77})) == 77
 
 
 @pytest.mark.parametrize(

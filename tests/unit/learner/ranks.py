@@ -13,12 +13,13 @@ from transformers import PreTrainedModel
 
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.packing import select
-from asyncrlhf.learner.ranks.distributed import init_process_group
+from asyncrlhf.learner.ranks import init_process_group
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
 from asyncrlhf.learner.settings.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.models.pretrained import load_model
 from asyncrlhf.types import TrainBatch
+from tests.numeric import assert_close
 from tests.processes import forked
 from tests.unit.learner.worlds import random_batch, share
 
@@ -56,6 +57,16 @@ def build(rank: int = 0, ranks: int = 1, algorithm: AlgorithmConfig | None = Non
 def curve(trained: TorchBackend, given: list[TrainBatch], rank: int = 0, ranks: int = 1) -> list[dict[str, float]]:
     size = ranks // trained.config.shares
     return [trained.train_step(share(batch, rank // size, ranks // size)).metrics for batch in given]
+
+
+def assert_curve(
+    found: list[dict[str, float]], expected: list[dict[str, float]], rtol: float = 1e-3, atol: float = 1e-4
+) -> None:
+    """All metrics of all steps; loss and entropy up to 1e-4 in any case."""
+    for metrics, wanted in zip(found, expected, strict=True):
+        assert_close(metrics, wanted, rtol=rtol, atol=atol)
+        for key in ("loss", "entropy"):
+            assert_close(metrics[key], wanted[key], atol=1e-4)
 
 
 def weights(trained: TorchBackend) -> dict[str, np.ndarray]:

@@ -112,6 +112,7 @@ def test_a_loss_target_names_a_function(target: str) -> None:
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+@pytest.mark.more_but(every=6)
 def test_a_preset_opens_with_what_it_needs(path: Path) -> None:
     """The comment's list is the one that the switches themselves give."""
     algorithm = load_config([f"algorithm={path.stem}"]).algorithm

@@ -59,6 +59,7 @@ def states(rank: TorchBackend) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("learner", [{}, {"optim": "muon"}, {"sharding": "fsdp2"}], ids=["adamw", "muon", "fsdp2"])
 @pytest.mark.parametrize("depot", [HostDepot, FileDepot])
+@pytest.mark.more_but(every=3)
 def test_a_learner_that_slept_goes_on_bit_for_bit(depot: Any, learner: dict[str, Any]) -> None:
     (slept, one), (stayed, other) = trained(depot(), **learner), trained(None, **learner)
     assert one == other

@@ -121,6 +121,7 @@ def one_at_a_time(model: PreTrainedModel, batch: TrainBatch) -> torch.Tensor:
     [(kind, how) for kind in KINDS for how in ("plain", "many tiles", "gradient checkpointing")]
     + [(kind, how) for kind in ALONE for how in ("plain", "gradient checkpointing")],
 )
+@pytest.mark.more_but(every=4)
 def test_logprobs_and_gradients_are_those_of_each_sequence_alone(
     kind: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +163,7 @@ def curve(model: PreTrainedModel, logprobs_of: Callable[[TrainBatch], torch.Tens
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ALONE)])
+@pytest.mark.more_but(every=3)
 def test_twenty_steps_have_the_losses_of_a_padded_loop(kind: str) -> None:
     model, plain = pair(kind)
     found = curve(model, policy_of(model, kind))

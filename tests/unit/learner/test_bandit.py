@@ -14,6 +14,8 @@ from asyncrlhf.learner.settings.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
 from tests.unit.learner.bandit import Table, policy, sampled
 
+pytestmark = pytest.mark.more
+
 STEPS, WINDOW, SEEDS, SPREAD = 150, 20, 5, 0.1
 RATE = 3e-3
 LAGS = [pytest.param(0, marks=pytest.mark.thorough), pytest.param(4, marks=pytest.mark.thorough), 16]

@@ -17,13 +17,12 @@ from transformers import GraniteConfig
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner.model.forward import PackedPolicy
-from asyncrlhf.learner.ranks.distributed import barrier
+from asyncrlhf.learner.ranks import barrier
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
 from asyncrlhf.learner.settings.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.state.state_file import read_parts
 from asyncrlhf.learner.torch_backend import TorchBackend
-from asyncrlhf.models.blank_model import load_blank
-from asyncrlhf.models.pretrained import load_model
+from asyncrlhf.models.pretrained import load_blank, load_model
 from asyncrlhf.models.weight_files import WeightFiles
 from asyncrlhf.types import TrainBatch
 from tests.unit.learner.ranks import run_ranks
@@ -91,6 +90,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.more_but(every=2)
 def test_shards_read_from_files_train_as_the_model_loaded_whole(tied: bool, tmp_path: Path) -> None:
     config = saved(tmp_path, tie_word_embeddings=tied)
     model = load_model(config)
@@ -114,6 +114,7 @@ def test_two_ranks_read_half_of_it_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.more
 def test_a_stage_reads_its_own_layers_and_a_tied_table_at_both_ends(tied: bool, tmp_path: Path) -> None:
     config = saved(tmp_path, tie_word_embeddings=tied)
     read = run_ranks(job, 2, config, {"pipeline_parallel_size": 2}, AlgorithmConfig(kl="loss", beta=0.1))
@@ -209,6 +210,7 @@ def numbers(config: ModelConfig) -> int:
 
 @needs_deepspeed
 @pytest.mark.parametrize("mixed_precision", ["none", "bfloat16"])
+@pytest.mark.more_but("none")
 def test_zero_3_reads_each_tensor_once_and_trains_as_the_model_loaded_whole(
     mixed_precision: str, tmp_path: Path
 ) -> None:
@@ -241,6 +243,7 @@ def holds(rank: int, config: ModelConfig) -> float:
 
 
 @needs_deepspeed
+@pytest.mark.more
 def test_zero_3_holds_one_whole_tensor_at_a_time(tmp_path: Path) -> None:
     assert max(run_ranks(holds, 2, saved(tmp_path))) <= 1.0
 

@@ -14,6 +14,7 @@ from asyncrlhf.learner.settings.learner_config import LearnerConfig
 from asyncrlhf.types import TrainBatch
 from tests.numeric import assert_close
 from tests.unit.learner.test_presets import preset, spans, stale_batch, step
+from tests.unit.learner.test_step import group_norm
 from tests.unit.learner.worlds import assert_same, backend, gradients, llama, needs, plain_logprobs, random_batch
 
 MOVING = LearnerConfig(learning_rate=1e-2, max_grad_norm=0.0)
@@ -22,14 +23,6 @@ MOVING = LearnerConfig(learning_rate=1e-2, max_grad_norm=0.0)
 def rows(batch: TrainBatch, array: np.ndarray) -> list[torch.Tensor]:
     """[T] as one tensor of response tokens for each sequence, double precision."""
     return [torch.from_numpy(array[s:e][batch.response_mask[s:e]]).double() for s, e in spans(batch)]
-
-
-def group_norm(batch: TrainBatch) -> list[float]:
-    found = []
-    for reward, group in zip(batch.rewards, batch.group_ids, strict=True):
-        siblings = batch.rewards[batch.group_ids == group].astype(np.float64)
-        found.append(float((reward - siblings.mean()) / (siblings.std(ddof=1) + 1e-4)))
-    return found
 
 
 def gradient_of(batch: TrainBatch, coefficients: list[torch.Tensor], thetas: list[torch.Tensor], model) -> dict:

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.model.tensor_parallel import deal_out_model
-from asyncrlhf.learner.ranks.spans import overlaps
+from asyncrlhf.learner.ranks import overlaps
 from asyncrlhf.learner.settings.learner_config import LearnerConfig
 
 

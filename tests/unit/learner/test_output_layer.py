@@ -14,8 +14,7 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.engines.hf.sampling import sample_tokens
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.model import forward
-from asyncrlhf.learner.model.forward import PackedPolicy
-from asyncrlhf.learner.model.output_layer import use_float32_head
+from asyncrlhf.learner.model.forward import PackedPolicy, use_float32_head
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
 from asyncrlhf.learner.settings.learner_config import LearnerConfig, ReferenceConfig
 from tests.numeric import assert_close
@@ -115,9 +114,7 @@ def test_a_reference_worker_follows_the_learner(
     dtypes: set[torch.dtype], monkeypatch: pytest.MonkeyPatch, dtype: str, expected: torch.dtype
 ) -> None:
     monkeypatch.setattr(reference_worker, "load_sampled", lambda model, device, dtype: llama().to(dtype))
-    spec = reference_worker.ReferenceSpec(
-        ReferenceConfig(where="service", dtype=dtype), ModelConfig(), 1.0, "bfloat16", True
-    )
+    spec = reference_worker.ReferenceSpec(ReferenceConfig(workers=1, dtype=dtype), ModelConfig(), 1.0, "bfloat16", True)
     worker = reference_worker.ReferenceWorker(spec)
     dtypes.clear()  # of the comparisons at the start
     worker.annotate([sample.rollout for sample in samples(2)])

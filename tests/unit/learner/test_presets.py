@@ -59,6 +59,7 @@ def step(algorithm: AlgorithmConfig, batch: TrainBatch, budget: int = 10_000, re
 
 
 @pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.more_but(every=6)
 def test_microbatches_do_not_change_gradient_or_metrics(name: str) -> None:
     """Nor, with a microbatch for each sequence, where the siblings of a group lie."""
     batch = stale_batch(flat_groups=1)
@@ -69,6 +70,7 @@ def test_microbatches_do_not_change_gradient_or_metrics(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.more_but(every=6)
 def test_what_lies_outside_the_mask_never_matters(name: str) -> None:
     batch = stale_batch()
     broken = dataclasses.replace(batch, behavior_logprobs=np.where(batch.loss_mask, batch.behavior_logprobs, np.nan))
@@ -88,6 +90,7 @@ def with_broken_tokens(batch: TrainBatch) -> tuple[TrainBatch, TrainBatch]:
 
 
 @pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.more_but(every=6)
 def test_a_token_without_a_behavior_logprob_is_no_evidence(name: str) -> None:
     broken, masked = with_broken_tokens(stale_batch())
     assert np.isfinite(masked.behavior_logprobs).all() and masked.loss_mask.sum() == broken.loss_mask.sum() - 4
@@ -108,6 +111,7 @@ def test_a_token_without_a_behavior_logprob_does_not_stop_the_update(name: str) 
 
 
 @pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.more_but(every=6)
 def test_a_token_with_a_log_ratio_of_100_is_not_the_whole_step(name: str) -> None:
     """Its sequence's part of the gradient, against that part on policy: a factor of some hundreds, not of e^20."""
     batch = random_batch(4, 3, seed=8)
@@ -135,6 +139,7 @@ def has_advantage_without_spread(algorithm: AlgorithmConfig) -> bool:
 
 
 @pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.more_but(every=6)
 def test_rewards_that_say_nothing_give_no_gradient(name: str) -> None:
     """Rewards of zero throughout: flat groups, zero returns, and a critic that starts at zero."""
     batch = dataclasses.replace(stale_batch(), rewards=np.zeros(15, dtype=np.float32))
@@ -243,6 +248,7 @@ def score_terms(batch: TrainBatch, masks: list[torch.Tensor]) -> list[np.ndarray
 
 
 @pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.more_but(every=6)
 def test_on_policy_the_gradient_is_minus_a_grad_log_pi(name: str) -> None:
     """mu = theta = reference: every ratio is 1, whatever is done with it. The heads' factors are their documented
     ones."""

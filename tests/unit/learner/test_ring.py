@@ -15,9 +15,10 @@ from torch.nn.attention import varlen
 
 from asyncrlhf.learner.attention import ring
 from asyncrlhf.learner.attention.attention import PackedLayout
-from asyncrlhf.learner.attention.ring_plan import RingPlan, plan_ring
-from asyncrlhf.learner.attention.varlen_kernel import varlen_takes
-from asyncrlhf.learner.ranks.distributed import Peers
+from asyncrlhf.learner.attention.ring import RingPlan, plan_ring
+from asyncrlhf.learner.attention.tiles import Scoring
+from asyncrlhf.learner.attention.varlen import varlen_takes
+from asyncrlhf.learner.ranks import Peers
 from tests.numeric import assert_close
 from tests.unit.learner.test_varlen import (
     SHAPES,
@@ -83,7 +84,7 @@ def on_ranks(
         q, k, v = (x.detach()[:, :, plan.rows].requires_grad_() for x in given[:3])
 
         def attend(q: Any, k: Any, v: Any, sinks: Any = None) -> torch.Tensor:
-            return ring.ring_attention(q, k, v, plan, peers, SCALE, sinks=sinks, **options)
+            return ring.ring_attention(q, k, v, plan, peers, Scoring(SCALE, sinks=sinks, **options))
 
         return outcome(attend, q, k, v, given[3][:, plan.rows], *given[4:])
 
@@ -149,7 +150,7 @@ def test_what_is_written_out_is_so_in_float32_under_autocast(monkeypatch: pytest
     plan = plans(layout, 1)[0]
     Threads(1, monkeypatch)
     with torch.autocast("cpu", torch.bfloat16):
-        found = ring.ring_attention(q, k, v, plan, Peers(0, 1), SCALE, 7)
+        found = ring.ring_attention(q, k, v, plan, Peers(0, 1), Scoring(SCALE, 7))
     expected = one_at_a_time(layout, q.double(), k.double(), v.double(), window=7)
     assert_close(found.double(), expected, atol=1e-5)  # bfloat16 scores are off by 1e-2
 
@@ -255,5 +256,5 @@ def test_a_gpu_gets_the_kernel_that_takes_its_heads(size: int, values: int, dtyp
     """``meta`` stands for a device that is no CPU."""
     plan = plans(PackedLayout.build(*SHAPES["short siblings"]), 2)[0]
     query, value = (torch.empty(1, 2, 8, width, dtype=dtype, device="meta") for width in (size, values))
-    assert type(ring._kernel(plan, query, value, 1.0, None, None)) is kernel
+    assert type(ring._kernel(plan, query, value, Scoring(1.0))) is kernel
     assert varlen_takes(query, value) == (kernel is ring._Varlen)

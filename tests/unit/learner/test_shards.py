@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrlhf.learner.ranks.distributed import gathered, on_host, pieces
+from asyncrlhf.learner.ranks import gathered, on_host, pieces
 from asyncrlhf.learner.state import checkpoint
 from asyncrlhf.learner.state.checkpoint import export_model
 from asyncrlhf.learner.state.state_writer import StateWriter

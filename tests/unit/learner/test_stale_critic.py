@@ -16,6 +16,8 @@ from asyncrlhf.learner.settings.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
 from tests.unit.learner.bandit import ANSWERS, PROMPT, Table, V, copied, course, enumerated
 
+pytestmark = pytest.mark.more
+
 STEPS = 100
 REWARDS = np.random.default_rng(0).uniform(0.5, 1.5, V * V)
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner.state import state_file, state_writer
-from asyncrlhf.learner.state.state_file import read_plain, read_state, split, write_file
+from asyncrlhf.learner.state.state_file import read_state, split, write_file
 from asyncrlhf.learner.state.state_writer import StateWriter
 from asyncrlhf.learner.updates.deepspeed_updater import _StateFiles
 from tests.unit.learner.ranks import batches, build, curve
@@ -107,7 +107,7 @@ def test_a_file_is_safetensors_and_keeps_its_header_apart(tmp_path: Path) -> Non
     write_file(tmp_path / "file", {"a": SHARED.contiguous()}, {"state": "[1]"})
     with safe_open(tmp_path / "file", "pt") as file:
         assert file.metadata() == {"state": "[1]"} and torch.equal(file.get_tensor("a"), SHARED)
-    assert read_plain(tmp_path / "file") == [1]
+    assert read_state(tmp_path / "file", tensors=False) == [1]
 
 
 class Bomb:

@@ -12,7 +12,7 @@ import torch
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.attention import tiles
 from asyncrlhf.learner.attention.attention import PackedLayout, packed_attention
-from asyncrlhf.learner.attention.tiles import plan_tiles, tiled_attention
+from asyncrlhf.learner.attention.tiles import Scoring, plan_tiles, tiled_attention
 from tests.numeric import assert_close
 from tests.unit.learner.test_varlen import SHAPES, alone, one_at_a_time, outcome, siblings, sinks, tensors
 
@@ -40,6 +40,7 @@ def attended(layout: PackedLayout, options: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("sizes", ["one tile", "small tiles", "small tiles, recomputed"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.more_but(every=4)
 def test_output_and_gradients_are_those_of_one_sequence_at_a_time(
     shape: str, kind: str, sizes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +83,7 @@ def kept_bytes(tokens: int, window: int | None) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = tiled_attention(q, k, v, layout.spans, 1.0, window, 2.0)
+        out = tiled_attention(q, k, v, layout.spans, Scoring(1.0, window, 2.0))
     assert out.requires_grad
     return sum(kept.values())
 

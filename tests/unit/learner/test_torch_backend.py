@@ -54,8 +54,11 @@ def test_gradient_clipping_bounds_what_the_optimizer_sees() -> None:
     assert_close(float(norm), 1e-3, rtol=1e-3)
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_and_counted_then_fails_the_run() -> None:
-    trained = backend(learner=LearnerConfig(learning_rate=1e-2, max_skipped_steps=2))
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted_then_fails_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("asyncrlhf.learner.torch_backend.MOST_SKIPPED", 2)
+    trained = backend(learner=LearnerConfig(learning_rate=1e-2))
     trained.train_step(random_batch())
     before, broken = weights(trained), random_batch()
     broken = dataclasses.replace(broken, weights=np.full_like(broken.weights, np.inf))

@@ -111,15 +111,6 @@ def test_bootstrapping_without_a_cut_answer_changes_nothing() -> None:
     assert_same(step(dataclasses.replace(algorithm, truncated="bootstrap"), batch), step(algorithm, batch), tolerance=0)
 
 
-def test_a_value_of_zero_behind_the_cut_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fault to find: a cut taken for an end."""
-    batch = dataclasses.replace(batch_with_cuts(), rewards=np.zeros(12, dtype=np.float32))
-    algorithm = dataclasses.replace(CRITICS["gae"], truncated="bootstrap")
-    right = step(algorithm, batch)
-    monkeypatch.setattr(TorchBackend, "_final_values", lambda *_: None)
-    assert difference(step(algorithm, batch), right) > 0.005
-
-
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 

@@ -14,9 +14,8 @@ from torch.nn.attention import varlen
 
 from asyncrlhf.data.packing import microbatch_indices
 from asyncrlhf.learner.attention import varlen as learner_varlen
-from asyncrlhf.learner.attention.attention import PackedLayout
-from asyncrlhf.learner.attention.varlen import attention_op, masked_calls
-from asyncrlhf.learner.attention.varlen_kernel import varlen_kernel, varlen_takes
+from asyncrlhf.learner.attention.attention import PackedLayout, packed_attention
+from asyncrlhf.learner.attention.varlen import attention_op, masked_calls, varlen_kernel, varlen_takes
 from tests.numeric import assert_close
 
 Layouts = tuple[np.ndarray, np.ndarray, np.ndarray]  # lengths, prompts, owners
@@ -99,7 +98,7 @@ def outcome(
 
 
 def packed(layout: PackedLayout, **options: Any) -> Callable[..., torch.Tensor]:
-    return lambda q, k, v: layout.attend(torch.nn.Identity(), q, k, v, **options)[0]
+    return lambda q, k, v: packed_attention(torch.nn.Identity(), q, k, v, None, packed_layout=layout, **options)[0]
 
 
 @pytest.mark.parametrize("heads", [(6, 2), (3, 3), (4, 1)])

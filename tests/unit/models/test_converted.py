@@ -14,10 +14,9 @@ from asyncrlhf.data.data_config import LoraConfig as OwnLora
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.models import converted
-from asyncrlhf.models.blank_model import load_blank
 from asyncrlhf.models.checkpoint_folder import load_tokenizer, resolve
 from asyncrlhf.models.checkpoint_notes import checkpoint_notes
-from asyncrlhf.models.pretrained import check_model, load_model, load_policy
+from asyncrlhf.models.pretrained import check_model, load_blank, load_model, load_policy
 from tests.found import TOKENS, edit, found
 from tests.numeric import FLOAT32, assert_close
 

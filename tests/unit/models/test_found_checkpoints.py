@@ -16,11 +16,10 @@ from asyncrlhf.engines.engine import load_named_weights, named_weights
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.state.checkpoint import export_model
 from asyncrlhf.learner.state.state_writer import StateWriter
-from asyncrlhf.models.blank_model import load_blank
 from asyncrlhf.models.checkpoint_folder import load_tokenizer
 from asyncrlhf.models.checkpoint_notes import checkpoint_notes
-from asyncrlhf.models.more_heads import more_heads
-from asyncrlhf.models.pretrained import check_model, load_model
+from asyncrlhf.models.pretrained import check_model, load_blank, load_model
+from asyncrlhf.models.weight_files import more_heads
 from tests.found import TOKENS, edit, found
 from tests.mixtures import mixture
 from tests.numeric import assert_close

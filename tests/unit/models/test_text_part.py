@@ -17,9 +17,8 @@ from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.models import text_copy
-from asyncrlhf.models.blank_model import load_blank
 from asyncrlhf.models.checkpoint_folder import load_tokenizer, named, resolve
-from asyncrlhf.models.pretrained import check_model, load_model
+from asyncrlhf.models.pretrained import check_model, load_blank, load_model
 from asyncrlhf.models.text_copy import put_back
 from tests.composites import FAMILIES, composite, save_composite
 from tests.loop import run
@@ -56,6 +55,7 @@ def text_parameters(whole: PreTrainedModel) -> int:
 
 
 @pytest.mark.parametrize("kind", TRAINED)
+@pytest.mark.more_but(every=5)
 def test_it_computes_what_the_multi_modal_model_does_for_text(kind: str, tmp_path: Path) -> None:
     whole = save_composite(tmp_path / kind, kind)
     config = ModelConfig(path=str(tmp_path / kind))

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
-from fractions import Fraction
 
 import numpy as np
 import pytest
 
-from asyncrlhf.planner.costs import Coefficients, CostModel, all_reduce, broadcast, forward_flops, reshard
-from asyncrlhf.planner.memory import TEXTBOOK, generator_bytes, layout_bytes, learner_bytes, slots_that_fit
-from asyncrlhf.planner.queueing import balanced, least_bound, steady
-from asyncrlhf.planner.schedules import Pair, bound, consolidate, greedy, one_after_another
-from asyncrlhf.planner.shapes import Cluster, Device, Link, ModelShape, Workload, longest_of
+from asyncrlhf.planner.costs import Coefficients, CostModel, all_reduce, broadcast, forward_flops
+from asyncrlhf.planner.memory import generator_bytes, layout_bytes, learner_bytes
+from asyncrlhf.planner.ranking import steady
+from asyncrlhf.planner.shapes import Cluster, Device, Link, ModelShape, Workload, catalogue, cluster_of, longest_of
 
 LLAMA_2_7B = ModelShape(32, 4096, 11008, 32000, 32, 32, 128)
 LLAMA_3_8B = ModelShape(32, 4096, 14336, 128256, 32, 8, 128)
@@ -56,11 +52,10 @@ def test_recorded_lengths_give_the_same_longest_as_their_law() -> None:
     assert seen.longest_of(8) == pytest.approx(law.longest_of(8), rel=0.03)
 
 
-def test_memory_of_our_learner_and_of_the_textbook() -> None:
+def test_memory_of_our_learner() -> None:
     assert layout_bytes(70e9, "3", 16) == pytest.approx(78.75e9)
     assert [layout_bytes(1.0, layout, 4, "float32") for layout in ("0", "1", "2", "3", "fsdp2")] == [16, 11, 8, 5, 4]
     assert [layout_bytes(1.0, layout, 4) for layout in ("0", "1", "2", "3", "fsdp2")] == [16, 9, 6, 4.5, 4]
-    assert [whole + shared / 4 for whole, shared in TEXTBOOK.values()] == [16, 7, 5.5, 4]
 
 
 def test_a_layout_that_is_too_large_is_refused_with_its_largest_part() -> None:
@@ -69,9 +64,6 @@ def test_a_layout_that_is_too_large_is_refused_with_its_largest_part() -> None:
     said = learner_bytes(LLAMA_3_8B, "0", 8, 16_384).refusal(80e9, "A rank")
     assert said is not None and "weights and optimizer is the largest part" in said and "73.6 usable GB" in said
     assert generator_bytes(LLAMA_2_7B, 1000, 2).total == LLAMA_2_7B.parameters + 1000 * 524_288 / 2
-    fits = slots_that_fit(LLAMA_3_8B, 80e9, 2048)
-    assert generator_bytes(LLAMA_3_8B, fits * 2048).refusal(80e9, "A replica") is None
-    assert generator_bytes(LLAMA_3_8B, (fits + 1) * 2048).refusal(80e9, "A replica") is not None
 
 
 def test_a_forward_pass_counts_attention_by_the_square() -> None:
@@ -114,64 +106,12 @@ def test_closed_forms_of_asynchrony(
     assert found.staleness == pytest.approx(staleness, abs=0.01)
 
 
-def test_least_bound_and_balance() -> None:
-    assert least_bound(64, 64, 0.6) == 2 and least_bound(64, 64, 0.6, 1.89) == 3
-    assert balanced(16, 1.0, 3.0) == (12, 4)
-
-
-@pytest.mark.parametrize(
-    ("p", "t", "d", "to_p", "to_t", "received", "ungrouped", "ours", "peak", "holders"),
-    [
-        (1, 8, 2, 1, 2, 0.9375, 0.875, 0.375, 0.5, 4),
-        (4, 8, 2, 1, 8, 0.984375, 0.96875, 0.09375, 0.125, 28),
-        (8, 8, 1, 1, 4, 0.984375, 0.984375, 0.234375, 0.25, 48),
-    ],
-)
-def test_resharding_is_that_of_the_paper(
-    p: int,
-    t: int,
-    d: int,
-    to_p: int,
-    to_t: int,
-    received: float,
-    ungrouped: float,
-    ours: float,
-    peak: float,
-    holders: None,
-) -> None:
-    assert float(reshard("ds-chat", p, t, d, to_p, to_t).received) == received
-    plain = reshard("ungrouped", p, t, d, to_p, to_t)
-    assert (float(plain.received), plain.holders) == (ungrouped, holders)
-    found = reshard("hybridflow", p, t, d, to_p, to_t)
-    assert (float(found.received), float(found.peak), found.redundant) == (ours, peak, Fraction(0))
-
-
-PUBLISHED = {  # RLHFuse's table: the bound, and both pipelines one after the other
-    (8, 4, 32, 16, 5, 4): (708, 813),
-    (8, 4, 16, 8, 5, 4): (372, 477),
-    (8, 4, 8, 4, 5, 4): (225, 309),
-    (8, 8, 32, 32, 5, 2): (702, 819),
-    (16, 8, 64, 32, 2, 2): (618, 708),
-    (16, 16, 64, 64, 2, 1): (606, 711),
-}
-
-
-@pytest.mark.parametrize("given", PUBLISHED, ids=lambda given: "-".join(map(str, given)))
-def test_fused_training_is_bound_as_published(given: Sequence[int]) -> None:
-    p0, p1, m0, m1, f0, f1 = given
-    pair = Pair((p0, p1), (m0, m1), (f0, f1))
-    assert (bound(pair), one_after_another(pair)) == PUBLISHED[tuple(given)]  # type: ignore[index]
-
-
-def test_a_greedy_schedule_stands_between_the_bound_and_one_after_the_other() -> None:
-    for given in itertools.islice(PUBLISHED, 3):
-        p0, p1, m0, m1, f0, f1 = given
-        pair = Pair((p0, p1), (m0, m1), (f0, f1))
-        assert bound(pair) <= greedy(pair) <= one_after_another(pair)
-
-
-def test_a_tail_is_moved_where_that_pays_and_never_where_it_does_not() -> None:
-    ends = [10.0] * 60 + [40.0] * 4
-    moved = consolidate(ends, instances=8, keep=1, move_seconds=0.1, infer_seconds=20.0)
-    assert moved.remaining == 4 and moved.seconds < 41.0
-    assert consolidate(ends, 8, 1, move_seconds=100.0, infer_seconds=20.0).remaining == 0
+def test_the_catalogue_has_a_source_for_each_device() -> None:
+    for name in catalogue():
+        cluster = cluster_of(name, 8)
+        assert cluster.device.source and 1e13 < cluster.device.flops < 1e16
+        assert cluster.inter.bandwidth <= cluster.intra.bandwidth < cluster.device.bandwidth
+    with pytest.raises(ValueError, match="H1000 is not a device"):
+        cluster_of("H1000", 8)
+    with pytest.raises(ValueError, match="9 devices do not fill nodes of 8"):
+        cluster_of("H100", 9)

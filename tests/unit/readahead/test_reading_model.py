@@ -126,6 +126,9 @@ def test_at_the_end_only_the_last_tokens_are_left(source: ModelSource, monkeypat
     assert seen == [13, 10, 10]
     reads.release([0])
     assert reads.held == 0
+    assert read(reads, pieces(done, (30,))) == []
+    assert_close(reads.scores([done]), [reference(source, done)], atol=1e-5)
+    assert seen[3:] == [33], "where none is left there is no pass at all"
 
 
 def test_a_full_cache_evicts_what_was_touched_least_recently(
@@ -270,8 +273,9 @@ def test_what_cannot_be_read_in_pieces_is_scored_whole(tmp_path: Path, source: M
     assert reading_model(text, 4096, 4096) is text
 
 
-def test_a_model_whose_passes_disagree_with_its_whole_is_refused(
-    source: ModelSource, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("hands_on", [True, False])
+def test_a_model_whose_passes_disagree_with_its_whole_or_hand_no_layout_to_its_attention_is_scored_whole(
+    source: ModelSource, monkeypatch: pytest.MonkeyPatch, hands_on: bool
 ) -> None:
     """The trial at the start finds what no config says."""
     base: Any = source.model.base_model
@@ -279,26 +283,12 @@ def test_a_model_whose_passes_disagree_with_its_whole_is_refused(
 
     def forward(*args: Any, **options: Any) -> Any:
         if "packed_layout" in options:
-            options["position_ids"] = options["position_ids"] * 2
-        return original(*args, **options)
+            options["position_ids"] = options["position_ids"] * (2 if hands_on else 1)
+        return original(*args, **{name: v for name, v in options.items() if hands_on or name != "packed_layout"})
 
     forward.__signature__ = signature(original)  # type: ignore[attr-defined]
     monkeypatch.setattr(base, "forward", forward)
-    assert not ReadingModel(source, 64, 4096).try_out(exact=True)
-    assert reading_model(source, 4096, 4096) is source
-
-
-def test_a_model_that_hands_no_layout_to_its_attention_is_scored_whole(
-    source: ModelSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base: Any = source.model.base_model
-    original = base.forward
-
-    def forward(*args: Any, **options: Any) -> Any:
-        return original(*args, **{name: value for name, value in options.items() if name != "packed_layout"})
-
-    forward.__signature__ = signature(original)  # type: ignore[attr-defined]
-    monkeypatch.setattr(base, "forward", forward)
+    assert not (hands_on and ReadingModel(source, 64, 4096).try_out(exact=True))
     assert reading_model(source, 4096, 4096) is source
 
 

@@ -1,4 +1,7 @@
-"""A reference that reads ahead: whatever chunks came, each log-prob is that of the whole rollout's packed pass."""
+"""A reference that reads ahead: whatever chunks came, each log-prob is that of the whole rollout's packed pass.
+
+What it shares with a reward model, such as its cache, is in ``test_reading_model.py``.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from asyncrlhf.types import Rollout
 from tests.numeric import assert_close
 from tests.unit.learner.worlds import SIZES as LEARNER_SIZES
 from tests.unit.learner.worlds import from_config, llama
-from tests.unit.readahead.stories import PROMPTS, VOCABULARY, Story, chunk, pieces, stories
+from tests.unit.readahead.stories import PROMPTS, VOCABULARY, Story, pieces, stories
 from tests.unit.rewards.worlds import rollout
 
 TEMPERATURE = 0.7
@@ -49,10 +52,10 @@ def readings(reads: ReadingReference) -> Readings:
     return reads.readings
 
 
-def mixed(count: int, length: int) -> list[Rollout]:
-    """Rollouts of three prompts, no two alike."""
+def mixed(count: int, length: int, prompts: int = 3) -> list[Rollout]:
+    """Rollouts of so many prompts, no two alike."""
     ids = [[(3 * i + j) % VOCABULARY for j in range(length)] for i in range(count)]
-    return [rollout(i, "", prompt_ids=PROMPTS[i % 3], ids=ids[i]) for i in range(count)]
+    return [rollout(i, "", prompt_ids=PROMPTS[i % prompts], ids=ids[i]) for i in range(count)]
 
 
 def assert_alike(found: Sequence[np.ndarray | str], expected: Sequence[np.ndarray | str]) -> None:
@@ -69,6 +72,7 @@ def assert_alike(found: Sequence[np.ndarray | str], expected: Sequence[np.ndarra
 @given(
     stories(), st.sampled_from([64, 128, 200, 4096]), st.integers(1, 80), st.integers(1, 6), st.sampled_from([0.7, 1.9])
 )
+@pytest.mark.more
 def test_logprobs_are_those_of_whole_rollouts_whatever_came_before(
     model: LlamaForCausalLM, story: Story, cache_tokens: int, budget: int, size: int, temperature: float
 ) -> None:
@@ -84,49 +88,6 @@ def test_logprobs_are_those_of_whole_rollouts_whatever_came_before(
     assert readings(reads).held == 0, "what is answered is forgotten"
 
 
-def tokens_read(reads: ReadingReference, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """New tokens of each pass that continues sequences from now on."""
-    seen: list[int] = []
-    original = readings(reads)._extend
-
-    def extend(sequences: Sequence[Any]) -> list[torch.Tensor]:
-        seen.append(sum(len(ids) for _, ids in sequences))
-        return original(sequences)
-
-    monkeypatch.setattr(readings(reads), "_extend", extend)
-    return seen
-
-
-def test_at_the_end_only_the_last_tokens_are_left(
-    model: LlamaForCausalLM, whole: ReferencePolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reads = reader(model)
-    seen = tokens_read(reads, monkeypatch)
-    done = rollout(0, "", prompt_ids=PROMPTS[0], ids=[3, 4] * 15)
-    for piece in pieces(done, (10, 20)):
-        reads.prefill([], [piece])
-    assert seen == [13, 10]
-    assert_alike(reads.answer([done]), whole.answer([done]))
-    assert seen == [13, 10, 10]
-    reads.prefill([], pieces(done, (30,)))
-    assert_alike(reads.answer([done]), whole.answer([done]))
-    assert seen[3:] == [33], "where none is left there is no pass at all"
-
-
-def test_what_must_give_way_is_read_whole_and_said(
-    model: LlamaForCausalLM, whole: ReferencePolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reads = reader(model, cache_tokens=128)
-    done = [rollout(i, "", prompt_ids=[3 + i], ids=[3 + i] * 30) for i in range(3)]
-    assert reads.prefill([], [p for r in done[:2] for p in pieces(r, (10,))]).evicted == []
-    assert reads.prefill([], pieces(done[2], (10,))).evicted == [0]
-    strange = rollout(7, "", prompt_ids=[1], ids=[VOCABULARY])
-    assert reads.prefill([], pieces(strange, (1,))).evicted == [7]
-    seen = tokens_read(reads, monkeypatch)
-    assert_alike(reads.answer(done), whole.answer(done))
-    assert seen == [2 * 20], "of the one that was evicted nothing was left to continue"
-
-
 def test_a_cache_of_other_tokens_is_never_taken(model: LlamaForCausalLM, whole: ReferencePolicy) -> None:
     """A generator died, and another one sampled the rollout anew: to the same length, longer, shorter, or once more
     with chunks of its own."""
@@ -139,30 +100,6 @@ def test_a_cache_of_other_tokens_is_never_taken(model: LlamaForCausalLM, whole: 
             if told:
                 reads.prefill([], pieces(new, (4, len(ids) - 1)))
             assert_alike(reads.answer([new]), whole.answer([new]))
-
-
-def test_memory_that_runs_out_costs_the_cache_alone(
-    model: LlamaForCausalLM, whole: ReferencePolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done = [rollout(i, "", prompt_ids=[3 + i], ids=[4, 5] * 5) for i in range(2)]
-    reads = reader(model)
-    original = readings(reads)._extend
-
-    def crowded(sequences: Sequence[Any]) -> list[torch.Tensor]:
-        if any(cache.get_seq_length() for cache, _ in sequences):
-            raise torch.OutOfMemoryError("no room")
-        return original(sequences)
-
-    monkeypatch.setattr(readings(reads), "_extend", crowded)
-    reads.prefill([], pieces(done[0], (5,)))
-    assert reads.prefill([], [*pieces(done[1], (5,)), chunk(done[0], 6, 9)]).evicted == [0, 1]
-    assert readings(reads).held == 0
-    assert_alike(reads.answer(done), whole.answer(done))
-    reads.prefill([], [p for r in done for p in pieces(r, (5,))])
-    reads.prefill([], pieces(rollout(2, "", prompt_ids=[7], ids=[4] * 9), (5,)))
-    assert readings(reads).held == 3 * 64
-    assert_alike(reads.answer(done), whole.answer(done))
-    assert readings(reads).held == 0, "the room of all sequences is free for the pass over whole rollouts"
 
 
 def test_a_whole_pass_without_room_gets_that_of_the_caches(
@@ -190,9 +127,7 @@ def test_a_whole_pass_without_room_gets_that_of_the_caches(
 
 def test_under_autocast_the_cache_has_its_type_and_the_logprobs_are_near(whole: ReferencePolicy) -> None:
     model = llama(vocab_size=VOCABULARY)  # autocast leaves float64 alone
-    done = [
-        rollout(i, "", prompt_ids=PROMPTS[i % 3], ids=[(3 * i + j) % VOCABULARY for j in range(30)]) for i in range(6)
-    ]
+    done = mixed(6, 30)
     reads = reader(model, precision="bfloat16")
     low = ReferencePolicy(model, temperature=TEMPERATURE, precision="bfloat16", token_budget=4096)
     for cut in (9, 20):
@@ -223,9 +158,7 @@ def test_logits_are_the_models_own_and_few_at_a_time(scaling: float | None, monk
     )
     whole = ReferencePolicy(made, temperature=TEMPERATURE, precision="none", token_budget=4096)
     assert whole._policy._plain_head == (scaling is None)
-    done = [
-        rollout(i, "", prompt_ids=PROMPTS[i % 2], ids=[(3 * i + j) % VOCABULARY for j in range(25)]) for i in range(3)
-    ]
+    done = mixed(3, 25, prompts=2)
     expected = whole.answer(done)
     reads = reader(made)
     monkeypatch.setattr(forward, "MAX_LOGITS", 4 * VOCABULARY)

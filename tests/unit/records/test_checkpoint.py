@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncrlhf.data.checkpoint_manifest import check_manifest, write_manifest
+from asyncrlhf.data.checkpoint_manifest import LinesSeal, check_manifest, write_manifest
 from asyncrlhf.errors import CheckpointError, ConfigError
 from asyncrlhf.records.write.checkpoint import FOLDER, _pieces, find_checkpoints, newest_whole
 from asyncrlhf.records.write.record_marker import RecordMarker
@@ -25,7 +25,8 @@ def stage_run(folder: Path, *steps: int) -> Path:
         checkpoint = folder / FOLDER / f"checkpoint-{step}"
         checkpoint.mkdir(parents=True)
         (checkpoint / "optimizer.pt").write_bytes(b"states" * step)
-        (checkpoint / MARKER_FILE).write_text(json.dumps(asdict(RecordMarker(metrics_lines=lines))))
+        seals = {"metrics.jsonl": LinesSeal(folder / "metrics.jsonl").of(lines)}
+        (checkpoint / MARKER_FILE).write_text(json.dumps(asdict(RecordMarker(metrics_lines=lines, seals=seals))))
         write_manifest(checkpoint, {})
     return folder
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrlhf.errors import CheckpointError
-from asyncrlhf.records.read.history import Findings, read_journal, surviving
-from asyncrlhf.records.read.replay import Replay
+from asyncrlhf.records.read.replay import Findings, Replay, read_journal, surviving
 from asyncrlhf.records.write import journal as journal_module
 from asyncrlhf.records.write.journal import EVENTS, Journal
 

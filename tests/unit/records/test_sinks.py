@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -13,9 +13,9 @@ import pytest
 from asyncrlhf.config.environment_config import LoggingConfig
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.show.metric_names import titled
-from asyncrlhf.records.show.sink import RunFacts
-from asyncrlhf.records.show.sinks import Sinks, check_sinks
-from tests.loop import FAKE, run
+from asyncrlhf.records.show.mlflow_sink import _allowed
+from asyncrlhf.records.show.sinks import RunFacts, Sinks, check_sinks
+from tests.loop import FAKE, Finished, run
 
 MINE = f"{__name__}:Mine"
 HANGING = threading.Event()
@@ -34,17 +34,22 @@ class Mine:
 
     def start(self, run: RunFacts) -> None:
         self.facts = run
+        self.raise_in("start")
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         self.rows.append(metrics)
         assert threading.current_thread() is self.thread is not threading.main_thread()
-        if self.facts.config.get("trouble") == "raises":
-            raise KeyError("mine")
+        self.raise_in("log")
         if self.facts.config.get("trouble") == "hangs":
             HANGING.wait(30)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         self.ends.append(summary)
+        self.raise_in("finish")
+
+    def raise_in(self, method: str) -> None:
+        if self.facts.config.get("trouble") == method:
+            raise KeyError("mine")
 
 
 @pytest.fixture
@@ -68,13 +73,24 @@ def test_a_users_sink_gets_every_line_and_the_ends(tmp_path: Path, mine: list[Mi
     assert not (tmp_path / "run" / "wandb").exists()
 
 
-def test_a_sink_that_raises_is_ended_and_named_and_the_run_goes_on(tmp_path: Path, mine: list[Mine]) -> None:
-    sinks = Sinks(tmp_path, {"trouble": "raises"}, LoggingConfig(sinks=[MINE]))
-    for step in range(5):
+@pytest.mark.parametrize(("trouble", "rows"), [("start", 0), ("log", 1), ("finish", 5)])
+def test_a_sink_that_raises_is_ended_and_told_of_once_and_the_run_goes_on(
+    tmp_path: Path, mine: list[Mine], trouble: str, rows: int
+) -> None:
+    sinks, told = Sinks(tmp_path, {"trouble": trouble}, LoggingConfig(sinks=[MINE])), Queue[str]()
+    sinks.tell(told.put)
+    sinks.log({"step": 0})
+    if trouble != "finish":
+        assert "stopped recording" in told.get(timeout=30), "no further step, and no end, came first"
+    for step in range(1, 5):
         sinks.log({"step": step})
-    said = sinks.finish({"exit_reason": "done"})
-    assert len(mine[0].rows) == 1 and mine[0].ends == [{"exit_reason": "done"}]
-    assert len(said[MINE]) == 1 and "stopped recording (KeyError: 'mine')" in said[MINE][0]
+    (sentence,) = sinks.finish({"exit_reason": "done"})[MINE]
+    assert len(mine[0].rows) == rows and mine[0].ends == [{"exit_reason": "done"}]
+    assert sentence == (
+        f"The sink {MINE} stopped recording (KeyError: 'mine'); the run continues without it, and metrics.jsonl has "
+        "everything."
+    )
+    assert told.qsize() == (trouble == "finish")
 
 
 def test_a_sink_that_hangs_holds_nobody_up(tmp_path: Path, mine: list[Mine]) -> None:
@@ -86,20 +102,11 @@ def test_a_sink_that_hangs_holds_nobody_up(tmp_path: Path, mine: list[Mine]) -> 
     assert said[MINE] == [f"The sink {MINE} had not finished 0.05 s after the run's end and was left."]
 
 
-def test_the_loss_of_a_sink_is_told_when_it_happens_and_not_again(tmp_path: Path, mine: list[Mine]) -> None:
-    sinks, told = Sinks(tmp_path, {"trouble": "raises"}, LoggingConfig(sinks=[MINE])), Queue[str]()
-    sinks.tell = told.put
-    sinks.log({"step": 0})
-    sinks.log({"step": 1})
-    assert "stopped recording" in told.get(timeout=30), "no further step, and no end, had to come first"
-    assert sinks.news() == [] and len(sinks.finish({})[MINE]) == 1 and told.empty()
-
-
 def test_what_a_sink_says_stands_in_the_summary(
     tmp_path: Path, mine: list[Mine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Mine, "start", lambda self, run: run.say("The disk is full."))
-    monkeypatch.setattr(Mine, "log", lambda self, metrics: None)
+    say = {"start": "The disk is full."}
+    monkeypatch.setattr(Mine, "raise_in", lambda self, method: method in say and self.facts.say(say[method]))
     found = run(tmp_path / "run", *FAKE, f"logging.sinks=['{MINE}']", "steps=1")
     assert found.summary["sinks"] == {MINE: ["The disk is full."]}
     assert '"The disk is full."' in (found.folder / "summary.json").read_text()
@@ -123,97 +130,50 @@ def test_a_sink_that_cannot_be_is_answered_in_a_sentence(
     assert str(refused.value).startswith(sentence)
 
 
-def test_tensorboard_reads_every_metric_back(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A run of two steps and a third after a resume, with TensorBoard's files and MLflow's store on the disk."""
     pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    pytest.importorskip("mlflow.tracking", reason="the extra mlflow is not installed")
+    folder = tmp_path_factory.mktemp("sinks")
+    own = (*FAKE, "logging.sinks=[tensorboard,mlflow]", "checkpoint.every=2", "logging.wandb_kwargs={group:study}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", f"file:{folder / 'store'}")
+        patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database would need more packages
+        run(folder / "run", *own, "steps=2")
+        done = run(folder / "run", *own, "steps=3", "checkpoint.resume=auto")
+    assert "sinks" not in done.summary, "a sink had something to say"
+    return done
+
+
+def assert_read_back(done: Finished, shown: Callable[[str], dict[int, float]]) -> None:
+    """Each value of the run's metrics, by step, under the metric's title."""
+    for name in {name for line in done.metrics for name in line} - {"step"}:
+        expected = {line["step"]: line[name] for line in done.metrics if line.get(name) is not None}
+        if expected:
+            found = shown(titled(name))
+            assert {step: found[step] for step in expected} == pytest.approx(expected, rel=1e-5), name
+
+
+def test_tensorboard_reads_every_metric_back(recorded: Finished) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    own = (*FAKE, "logging.sinks=[tensorboard]", "checkpoint.every=2")
-    run(tmp_path / "run", *own, "steps=2")
-    found = run(tmp_path / "run", *own, "steps=3", "checkpoint.resume=auto")
-    events = EventAccumulator(str(found.folder / "tensorboard")).Reload()
-    tags = set(events.Tags()["scalars"])
-    for name in {name for line in found.metrics for name in line} - {"step"}:
-        expected = {line["step"]: line[name] for line in found.metrics if line.get(name) is not None}
-        if expected:
-            shown = {event.step: event.value for event in events.Scalars(titled(name))}
-            assert {step: shown[step] for step in expected} == pytest.approx(expected, rel=1e-5), name
-    assert {"heldout/heldout_accuracy", "total/samples"} <= tags
+    events = EventAccumulator(str(recorded.folder / "tensorboard")).Reload()
+    assert_read_back(recorded, lambda title: {event.step: event.value for event in events.Scalars(title)})
+    assert {"heldout/heldout_accuracy", "total/samples"} <= set(events.Tags()["scalars"])
     assert sorted(e.step for e in events.Scalars("heldout/heldout_accuracy")) == [0, 2, 3]
 
 
-class FakeClient:
-    """Stands for MLflow's client: keeps what it is given, and refuses what a server would."""
-
-    runs: dict[str, Any] = {}  # noqa: RUF012
-
-    def get_experiment_by_name(self, name: str) -> None:
-        return None
-
-    def create_experiment(self, name: str) -> str:
-        return f"experiment {name}"
-
-    def create_run(self, experiment: str, run_name: str, tags: dict[str, str]) -> Any:
-        run_id = f"run{len(self.runs)}"
-        self.runs[run_id] = {"experiment": experiment, "tags": tags, "params": {}, "metrics": {}, "status": "RUNNING"}
-        return type("Made", (), {"info": type("Info", (), {"run_id": run_id})})
-
-    def update_run(self, run_id: str, status: str) -> None:
-        self.runs[run_id]["status"] = status
-
-    def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
-        assert len(params) <= 100
-        self.runs[run_id]["params"] |= dict(params)
-        for key, value, _, step in metrics:
-            assert "+" not in key
-            self.runs[run_id]["metrics"].setdefault(key, {})[step] = value
-
-    def set_terminated(self, run_id: str, status: str) -> None:
-        self.runs[run_id]["status"] = status
-
-
-def test_mlflow_gets_settings_and_metrics_and_a_resumed_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import sys
-    from types import ModuleType
-
-    modules = {name: ModuleType(name) for name in ("mlflow", "mlflow.tracking", "mlflow.entities")}
-    modules["mlflow.tracking"].MlflowClient = FakeClient  # type: ignore[attr-defined]
-    modules["mlflow.entities"].Metric = lambda *facts: facts  # type: ignore[attr-defined]
-    modules["mlflow.entities"].Param = lambda *facts: facts  # type: ignore[attr-defined]
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    FakeClient.runs.clear()
-    config = {"name": "sums", "async": {"max_staleness": 2}, "logging": {"wandb_group": "study"}}
-    for first, reason in ((1, "interrupted"), (3, "done")):
-        sinks = Sinks(tmp_path, config, LoggingConfig(sinks=["mlflow"]))
-        for step in (first, first + 1):
-            sinks.log({"step": step, "reward_mean": step / 10, "lag_9+/kl": 0.5})
-        assert sinks.finish({"exit_reason": reason}) == {}
-    (found,) = FakeClient.runs.values()
-    assert found["experiment"] == "experiment sums" and found["params"]["async.max_staleness"] == "2"
-    assert found["metrics"]["reward/reward_mean"] == {1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4}
-    assert found["metrics"]["lag_9_/kl"][4] == 0.5 and found["tags"] == {"stage": "train", "group": "study"}
-    assert found["status"] == "FINISHED"
-
-
-def test_mlflow_reads_every_metric_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the real package and a store on the disk, over a resume."""
-    pytest.importorskip("mlflow.tracking", reason="the extra mlflow is not installed")
+def test_mlflow_reads_every_metric_back(recorded: Finished) -> None:
     from mlflow.tracking import MlflowClient
 
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'store'}")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database would need more packages
-    own = (*FAKE, "logging.sinks=[mlflow]", "checkpoint.every=2", "logging.wandb_group=study")
-    run(tmp_path / "run", *own, "steps=2")
-    found = run(tmp_path / "run", *own, "steps=3", "checkpoint.resume=auto")
-    assert "sinks" not in found.summary, "the sink had something to say"
-    client = MlflowClient()
-    (made,) = client.search_runs([client.get_experiment_by_name("arithmetic").experiment_id])
-    assert made.info.status == "FINISHED" and made.data.params["generator.engine"] == "fake"
-    assert made.data.tags["group"] == "study" and made.data.tags["stage"] == "train"
-    for name in {name for line in found.metrics for name in line} - {"step"}:
-        expected = {line["step"]: line[name] for line in found.metrics if line.get(name) is not None}
-        key = titled(name).replace("+", "_")
-        shown = {point.step: point.value for point in client.get_metric_history(made.info.run_id, key)}
-        assert {step: shown[step] for step in expected} == pytest.approx(expected), name
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        client = MlflowClient(f"file:{recorded.folder.parent / 'store'}")
+        (made,) = client.search_runs([client.get_experiment_by_name("arithmetic").experiment_id])
+        assert made.info.status == "FINISHED" and made.data.params["generator.engine"] == "fake"
+        assert made.data.tags["group"] == "study" and made.data.tags["stage"] == "train"
+        history = client.get_metric_history
+        assert_read_back(recorded, lambda title: {p.step: p.value for p in history(made.info.run_id, _allowed(title))})
+    assert len(made.data.params) > 100, "more than a call of MLflow's takes"
+    assert _allowed("lag_9+/kl") == "lag_9_/kl"

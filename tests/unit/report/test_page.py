@@ -84,6 +84,7 @@ def click(browser: Browser, selector: str) -> None:
 
 @pytest.mark.parametrize("kind", ["run", "many", "sweep"])
 @pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.more_but(every=3)
 def test_every_chart_is_drawn_and_nothing_is_cut_off(
     browser: Browser, pages: dict[str, Path], kind: str, width: int
 ) -> None:
@@ -105,6 +106,7 @@ def test_every_chart_is_drawn_and_nothing_is_cut_off(
     assert colors <= {(name, color) for name, found in looks.items() for color, _, _ in found}
 
 
+@pytest.mark.more
 def test_a_click_hides_a_series_in_every_chart_and_brings_it_back(browser: Browser, pages: dict[str, Path]) -> None:
     before = opened(browser, pages["sweep"])
     label = browser.evaluate("page.series[1].label")
@@ -136,6 +138,7 @@ def test_a_click_hides_a_series_in_every_chart_and_brings_it_back(browser: Brows
     assert "over wall-clock compare async, max_staleness 4, sync alone" in browser.evaluate("document.body.innerText")
 
 
+@pytest.mark.more
 def test_the_axis_switch_changes_every_curve(browser: Browser, pages: dict[str, Path]) -> None:
     frame = pd.read_json(pages["run"].parents[1] / "metrics.jsonl", lines=True)
     known = frame.reward_mean.notna()

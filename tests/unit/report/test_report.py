@@ -18,8 +18,8 @@ from asyncrlhf.report.html import build_report, render
 from asyncrlhf.report.load import config_differences, group_runs, load_run, load_runs
 from asyncrlhf.report.page import lag_buckets, lag_values, page_axes
 from asyncrlhf.report.panels import shown_panels, staleness_bound
-from asyncrlhf.report.reach import reached
 from asyncrlhf.report.series import group_all, look
+from asyncrlhf.report.sweep import reached
 from asyncrlhf.report.table import build_tables
 from asyncrlhf.sweeps.results import read_results
 from tests.numeric import assert_close
@@ -213,6 +213,11 @@ def test_wrong_folders_are_one_sentence(tmp_path: Path) -> None:
             build_report([path])
     with pytest.raises(ConfigError, match="no run"):
         build_report([])
+    for file, words in (("preferences.jsonl", "preference data"), ("evaluation.json", "an evaluation")):
+        (tmp_path / file.partition(".")[0]).mkdir()
+        (tmp_path / file.partition(".")[0] / file).write_text("{}")
+        with pytest.raises(ConfigError, match=rf"holds {words} and no curves; give a run of train, sft or reward-mod"):
+            build_report([tmp_path / file.partition(".")[0]])
 
 
 def test_folders_are_searched_and_what_cannot_be_read_is_listed(tmp_path: Path) -> None:
@@ -323,15 +328,6 @@ def test_runs_of_several_stages_stand_side_by_side_each_with_its_curves(tmp_path
         assert words in page, words
 
 
-def test_folders_without_curves_are_one_sentence(tmp_path: Path) -> None:
-    for file, words in (("preferences.jsonl", "preference data"), ("evaluation.json", "an evaluation")):
-        folder = tmp_path / file
-        folder.mkdir()
-        (folder / file).write_text("{}")
-        with pytest.raises(ConfigError, match=rf"holds {words} and no curves; give a run of train, sft or reward-mod"):
-            build_report([folder])
-
-
 BROKEN = {
     "binary": {"metrics.jsonl": b"\x80\x81\xff"},
     "step in words": {"metrics.jsonl": b'{"step": "one"}\n'},
@@ -344,15 +340,16 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("fault", BROKEN)
-def test_a_broken_run_is_named_and_stops_no_report(tmp_path: Path, fault: str) -> None:
+def test_a_broken_run_is_named_and_stops_no_report(tmp_path: Path) -> None:
     make_run(tmp_path / "runs" / "good")
-    broken = make_run(tmp_path / "runs" / "broken", seed=1)
-    for name, content in BROKEN[fault].items():
-        (broken / name).write_bytes(content)
+    for seed, (fault, files) in enumerate(BROKEN.items(), start=1):
+        broken = make_run(tmp_path / "runs" / fault, seed=seed)
+        for name, content in files.items():
+            (broken / name).write_bytes(content)
     page = build_report([tmp_path / "runs"], tmp_path / "out").read_text()
-    listed = page[page.index('<ul class="unread">') :]
-    assert "1 run, drawn" in page and str(broken) in listed.split("</ul>")[0]
+    listed = page[page.index('<ul class="unread">') :].split("</ul>")[0]
+    assert "1 run, drawn" in page
+    assert [fault for fault in BROKEN if str(tmp_path / "runs" / fault) not in listed] == []
 
 
 def test_jobs_of_a_multirun_that_left_nothing_are_named_by_their_choices(tmp_path: Path) -> None:

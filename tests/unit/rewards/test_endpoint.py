@@ -66,7 +66,7 @@ def test_the_columns_go_out_and_the_scores_come_back(monkeypatch: pytest.MonkeyP
 def test_it_is_tried_again_with_growing_pauses(waits: list[float]) -> None:
     busy = (503, {}, {"error": "busy"})
     with serving(in_turn(busy, busy, (429, {"Retry-After": "3"}, {}), rewards_by_length)) as server:
-        assert source(server, retries=3, backoff_seconds=0.5).scores([rollout(1, "abc")]) == [3.0]
+        assert source(server, retries=3).scores([rollout(1, "abc")]) == [3.0]
     assert len(server.asked) == 4
     assert 0.25 <= waits[0] <= 0.5 and 0.5 <= waits[1] <= 1.0 and waits[2] == 3.0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.rewards.guard import load_target
+from asyncrlhf.plugins import load_function
 
 SOURCE = """
 def good(prompts, completions, **kwargs):
@@ -26,14 +26,14 @@ def in_a_folder_with_a_reward_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "unit_test_reward.py").write_text(SOURCE)
     (tmp_path / "unit_test_broken_reward.py").write_text("import no_such_module_anywhere")
     monkeypatch.chdir(tmp_path)
-    # load_target puts the working directory on the path; monkeypatch takes it off again.
+    # load_function puts the working directory on the path; monkeypatch takes it off again.
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
 def test_a_function_of_the_working_directory_loads() -> None:
-    function = load_target("unit_test_reward:good")
+    function = load_function("reward.target", "unit_test_reward:good")
     assert function(prompts=["p", "p"], completions=["1", "2"], answer=["1", "1"]) == [1.0, 0.0]
-    assert load_target("unit_test_reward:an_object")(prompts=["p"], completions=["1"]) == [1.0]
+    assert load_function("reward.target", "unit_test_reward:an_object")(prompts=["p"], completions=["1"]) == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,6 @@ def test_a_function_of_the_working_directory_loads() -> None:
 )
 def test_what_cannot_be_loaded_is_one_sentence(target: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        load_target(target)
+        load_function("reward.target", target)
     assert target in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -83,13 +83,13 @@ def chat(asked: dict[str, Any]) -> Any:
 
 
 def test_a_server_that_speaks_openai_is_asked_one_question_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = JudgeConfig(engine="http", model="big-judge", template="{response}", max_tokens=33, temperature=0.5)
+    config = JudgeConfig(engine="http", model="big-judge", template="{response}", max_tokens=33)
     with serving(chat) as server:
         judge = ChatEndpoint(config, HttpConfig(url=f"{server.url}/v1"), 5.0)
         assert judge.scores([rollout(i, "x" * i) for i in range(6)]) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
         assert sorted(d["messages"][0]["content"] for d in server.asked) == ["x" * i for i in range(6)]
         assert set(server.paths) == {"/v1/chat/completions"}
-        assert {(d["model"], d["max_tokens"], d["temperature"]) for d in server.asked} == {("big-judge", 33, 0.5)}
+        assert {(d["model"], d["max_tokens"], d["temperature"]) for d in server.asked} == {("big-judge", 33, 0.0)}
         for nonsense in ({"choices": []}, [], {"choices": [{"message": {"content": None}}]}):
             server.answer = lambda _, nonsense=nonsense: nonsense
             (failed,) = judge.scores([rollout(1, "x")])

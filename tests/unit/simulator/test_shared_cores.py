@@ -12,9 +12,8 @@ from asyncrlhf.config.compose import load_config
 from asyncrlhf.planner.shapes import Workload
 from asyncrlhf.planner.tables import Fitted
 from asyncrlhf.records.write.recorder import read_metrics
-from asyncrlhf.simulator.cost_world import Conditions
+from asyncrlhf.simulator.cost_world import Conditions, Cores, SharedCores
 from asyncrlhf.simulator.given import cores_of
-from asyncrlhf.simulator.shared_cores import Cores, SharedCores
 from asyncrlhf.simulator.simulate import OVERRIDES, figures, simulate
 
 RUN = (
@@ -82,6 +81,7 @@ def test_the_controllers_work_takes_time_from_a_generator_on_its_core(tmp_path: 
 
 
 @pytest.mark.parametrize("cores", [None, Cores(2), Cores(2, learner=1)])
+@pytest.mark.more_but(every=3)
 def test_parts_that_take_turns_do_not_work_at_the_same_time(tmp_path: Path, cores: Cores | None) -> None:
     """Per batch 0.64 s of decoding and then 0.5 s of training, which slows nothing down that sleeps."""
     costs, slowed = Fitted((0.01, 0.0, 0.0), (0.5, 0.0)), Conditions(cores=cores, interference=(1.5, 1.5))
@@ -118,7 +118,6 @@ def test_a_part_that_waits_for_its_core_finds_cold_caches(tmp_path: Path) -> Non
     [
         ((), Cores(1)),
         (("generator.replicas=2",), Cores(2, learner=1)),
-        (("ray.dedicated_learner_cores=false",), Cores(2, learner=1)),
         (("generator.gpus=1",), None),
         (("runtime=local",), None),
     ],

@@ -23,16 +23,17 @@ def logging_of_jobs(folder: Path, *overrides: str) -> tuple[Any, list[LoggingCon
 
 def test_jobs_are_grouped_named_and_tagged(tmp_path: Path) -> None:
     plan, found = logging_of_jobs(tmp_path, "sweep.name=lags", "seeds=1")
-    assert {logging.wandb_group for logging in found} == {plan.folder_name}
-    assert [logging.wandb_name for logging in found] == [job.name for job in plan.jobs]
-    assert found[1].wandb_name == "algorithm=tis,seed=0" and found[1].wandb_job_type == "job"
-    assert found[1].wandb_tags == ["algorithm=tis", "seed=0"]
+    assert {logging.wandb_keywords["group"] for logging in found} == {plan.folder_name}
+    assert [logging.wandb_keywords["name"] for logging in found] == [job.name for job in plan.jobs]
+    second = found[1].wandb_keywords
+    assert (second["name"], second["job_type"]) == ("algorithm=tis,seed=0", "job")
+    assert second["tags"] == ["algorithm=tis", "seed=0"]
 
 
 def test_what_the_user_names_stays(tmp_path: Path) -> None:
-    own = ("logging.wandb_group=mine", "logging.wandb_tags=[paper]", "logging.wandb_job_type=ablation")
-    _, found = logging_of_jobs(tmp_path, *own)
-    assert {(x.wandb_group, *x.wandb_tags, x.wandb_job_type) for x in found} == {("mine", "paper", "ablation")}
+    _, found = logging_of_jobs(tmp_path, "logging.wandb_kwargs={group:mine,tags:[paper],job_type:ablation}")
+    named = [x.wandb_keywords for x in found]
+    assert {(x["group"], *x["tags"], x["job_type"]) for x in named} == {("mine", "paper", "ablation")}
 
 
 def test_choices_with_odd_characters_make_tags(tmp_path: Path) -> None:
@@ -44,7 +45,7 @@ def test_choices_with_odd_characters_make_tags(tmp_path: Path) -> None:
     for job, text in zip(plan.jobs, odd, strict=True):
         config = load_config([*job.overrides, *sweeper._grouped(job)])
         assert config.task.system_prompt == text
-        assert config.logging.wandb_tags[0] == f"task.system_prompt={text}"[:64]
+        assert config.logging.wandb_keywords["tags"][0] == f"task.system_prompt={text}"[:64]
 
 
 def test_what_sends_a_sweep_to_wandb_is_named_where_there_is_something(tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.sweeps.plan import plan_sweep
 from asyncrlhf.sweeps.results import best_trial
 from asyncrlhf.sweeps.run import open_sweep
-from asyncrlhf.sweeps.search import Search
-from asyncrlhf.sweeps.space import split_space
+from asyncrlhf.sweeps.search import Search, split_space
 
 pytest.importorskip("optuna", reason="the extra optuna is not installed")
 SPACE = ["learner.learning_rate=tag(log,interval(1e-6,1e-2))", "algorithm=grpo,tis", "async.lag=range(0,9,2)"]

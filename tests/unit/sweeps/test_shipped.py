@@ -11,6 +11,7 @@ SHIPPED = {"staleness": 11, "staleness_quick": 5, "corrections": 4, "publish_eve
 
 
 @pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.more_but(every=3)
 def test_a_shipped_sweep_composes(name: str) -> None:
     plan = plan_sweep([f"experiment={name}", "algorithm=decoupled_grpo", "sweep.seeds=1"])
     assert len({(job.part, *job.choices.items()) for job in plan.jobs}) == SHIPPED[name] and plan.name == name

@@ -128,9 +128,10 @@ def test_objects_of_the_users_own() -> None:
             make(f"{here}:{name}")
 
 
-def test_a_stream_keeps_no_rows_and_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_stream_keeps_no_rows_and_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrlhf.tasks.prompts.SHUFFLE_BUFFER", 5)
     path = jsonl(tmp_path / "rows.jsonl", ROWS)
-    settings: dict[str, Any] = {"streaming": True, "shuffle_buffer": 5, "heldout_size": 4}
+    settings: dict[str, Any] = {"streaming": True, "heldout_size": 4}
     task = make(path, **settings)
     assert [p.text for p in task.heldout()] == [row["prompt"] for row in ROWS[:4]]
     source = task.train_source(seed=1)

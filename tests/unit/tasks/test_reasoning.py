@@ -28,8 +28,13 @@ TOKENIZER = byte_tokenizer()
 ONE_DIGIT = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
 
 
+@pytest.fixture(autouse=True)
+def short_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrlhf.tasks.reasoning.TRAIN_SIZE", 200)
+
+
 def make(*datasets: str, **settings: Any) -> ReasoningTask:
-    settings = {"heldout_size": 20, "train_size": 200, **settings}
+    settings = {"heldout_size": 20, **settings}
     task = build_task(TaskConfig(kind="reasoning_gym", datasets=list(datasets), **settings), TOKENIZER)
     assert isinstance(task, ReasoningTask)
     return task
@@ -83,7 +88,7 @@ def test_seeds_give_other_prompts_and_each_the_same_again() -> None:
 
 
 def test_long_training_prompts_are_passed_over() -> None:
-    settings: dict[str, Any] = {"heldout_size": 1, "train_size": 100}
+    settings: dict[str, Any] = {"heldout_size": 1}
     lengths = sorted(len(p.token_ids) for p in make("chain_sum", heldout_size=100).heldout())
     limit = max(lengths[30], len(make("chain_sum", **settings).heldout()[0].token_ids))
     source = make("chain_sum", max_prompt_length=limit, **settings).train_source(0)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from asyncrlhf.transport.collective import control_line
+from asyncrlhf.transport.collective import control_line, sender
 from asyncrlhf.transport.collective.control_line import (
     Line,
     LineClosedError,
@@ -21,6 +21,8 @@ from asyncrlhf.transport.collective.control_line import (
     own_host,
     split_endpoint,
 )
+from asyncrlhf.transport.collective.sender import Members
+from asyncrlhf.transport.protocol import LostReceiversError
 
 
 @pytest.fixture
@@ -174,3 +176,37 @@ def test_what_is_no_message_ends_a_line(ends: Ends, said: bytes) -> None:
     theirs["g0"]._socket.sendall(said)
     with pytest.raises(LineClosedError):
         ours["g0"].poll(5.0)
+
+
+# --- losses that the sender hears one after the other ----------------------------------------------------------------
+
+
+def both_ends() -> tuple[Line, Line]:
+    """Both ends of a control line."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        far = socket.create_connection(server.getsockname())
+        near, _ = server.accept()
+    return Line(near), Line(far)
+
+
+def test_a_death_is_named_although_the_receivers_that_it_starved_speak_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender, "GRACE_SECONDS", 60.0)
+    group, others = Members(0, 60.0), {}
+    for name in ("dies", "starves", "waits"):
+        group.lines[name], others[name] = both_ends()
+    others["starves"].send({"error": "a peer is gone"})
+    death = threading.Timer(0.1, others["dies"].close)
+    death.start()
+    with pytest.raises(LostReceiversError, match="Version 1") as caught:
+        group.watch("Version 1 was lost", 60.0)
+    death.join()
+    assert caught.value.receivers.keys() == {"dies", "starves"}, "one that is silent is not lost"
+    assert "died" in caught.value.receivers["dies"] and "a peer is gone" in caught.value.receivers["starves"]
+    group.drop()
+
+
+def test_silence_before_all_has_been_sent_is_no_loss() -> None:
+    group = Members(0, 60.0)
+    group.lines["busy"], _ = both_ends()
+    group.watch("Version 1 was lost", 0.01)
+    group.drop()

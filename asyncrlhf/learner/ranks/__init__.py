@@ -1,3 +1,0 @@
-"""The ranks of the learner group: their communication, their mesh, and which part of a tensor each holds."""
-
-DOORS = ("distributed", "mesh", "spans")

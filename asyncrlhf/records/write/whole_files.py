@@ -1,0 +1,50 @@
+"""Files that appear complete or not at all, and the sentence for a folder that cannot be written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from asyncrlhf.errors import ConfigError
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file that appears complete or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)  # on a full disk others may need its room
+        raise naming(error, path) from None
+
+
+def naming(error: OSError, path: Path) -> OSError:
+    """The error with the file's name, which the error of a failed write lacks."""
+    return OSError(error.errno, error.strerror or str(error), str(path))
+
+
+def write_table(path: Path, columns: Mapping[str, Any], schema: pa.Schema) -> None:
+    """Write a Parquet file that appears complete or not at all."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        pq.write_table(pa.table(columns, schema=schema), temporary, compression="zstd")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # on a full disk others may need its room
+        raise
+
+
+@contextmanager
+def writing_to(run_dir: Path) -> Iterator[None]:
+    """Within this context, turn an OSError of writing to ``run_dir`` into a ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"run_dir={run_dir} cannot be written: {error}.") from error
