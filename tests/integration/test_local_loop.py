@@ -216,9 +216,10 @@ def test_generation_failures_are_counted(tmp_path: Path) -> None:
     assert sum(done.summary["ledger"]["failed"].values()) > 0
 
 
-@pytest.mark.more_but("group")
+@pytest.mark.more
 def test_fusion_changes_when_not_what(tmp_path: Path) -> None:
     options = (*SMALL, "async.mode=sync")
     runs = [run(tmp_path / how, *options, f"fusion.granularity={how}") for how in ("rollout", "group", "batch")]
     rewards = [[round(row["reward_mean"], 6) for row in done.metrics] for done in runs]
-    assert rewards[0] == pytest.approx(rewards[1]) == pytest.approx(rewards[2])
+    assert rewards[1] == pytest.approx(rewards[0])
+    assert rewards[2] == pytest.approx(rewards[0])
