@@ -33,7 +33,7 @@ class Session:
 
     def __init__(self) -> None:
         place = tempfile.gettempdir()
-        self.scratch = Scratch("t-", place if len(place) <= LONGEST else "/tmp")  # removes those of earlier sessions
+        self.scratch = Scratch("arlhf-", place if len(place) <= LONGEST else "/tmp")  # removes those of earlier sessions
         self.shared = set(SHARED.iterdir()) if SHARED.is_dir() else set()
         os.environ[VARIABLE] = os.environ["TMPDIR"] = tempfile.tempdir = str(self.scratch.path)
 
