@@ -29,11 +29,11 @@ SHARED = Path("/dev/shm")
 
 
 class Session:
-    """What was there when the session began."""
+    """What was there when the session began. Folders of earlier sessions that were killed or failed go now."""
 
     def __init__(self) -> None:
         place = tempfile.gettempdir()
-        self.scratch = Scratch("arlhf-", place if len(place) <= LONGEST else "/tmp")  # removes those of earlier sessions
+        self.scratch = Scratch("arlhf-", place if len(place) <= LONGEST else "/tmp")
         self.shared = set(SHARED.iterdir()) if SHARED.is_dir() else set()
         os.environ[VARIABLE] = os.environ["TMPDIR"] = tempfile.tempdir = str(self.scratch.path)
 

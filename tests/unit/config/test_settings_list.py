@@ -106,7 +106,7 @@ def is_named(key: str, file: str, text: str) -> bool:
 
 
 def test_a_recipe_an_experiment_a_page_or_a_test_names_each_setting() -> None:
-    """A setting that is never changed is a constant beside its use. The page made by ``make reference`` does not count."""
+    """What is never changed is a constant beside its use. The page made by ``make reference`` does not count."""
     texts = uses_of_settings()
     keys = [setting.key for setting in every_setting() if ENTRY not in setting.key]
     assert [key for key in keys if not any(is_named(key, file, text) for file, text in texts.items())] == []
