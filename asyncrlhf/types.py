@@ -22,6 +22,7 @@ FloatArray = NDArray[np.float32]
 IdArray = NDArray[np.int32]  # token ids, and counts of them, of which a batch has many
 FinishReason = Literal["stop", "length"]
 DropReason = Literal["stale", "untrainable", "failed", "shutdown", "rolled_back"]
+OBSERVED = -1  # in ``policy_versions``: the token was not sampled, but observed within an episode
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ class SamplingParams:
 @dataclass(frozen=True)
 class GenerationRequest:
     """One response to be sampled. Its random draws depend only on ``seed``, not on the engine's batch.
-    ``epoch``: the run's when the request was sent; its answer has the same one."""
+    ``epoch``: the run's when the request was sent; its answer has the same one. So has ``tag``, which tells a turn of
+    an episode from its other turns and attempts."""
 
     rollout_id: int
     group_id: int
@@ -62,6 +64,7 @@ class GenerationRequest:
     seed: int
     sampling: SamplingParams
     epoch: int = 0
+    tag: int = 0
 
     @property
     def prompt_ids(self) -> IntArray:
@@ -76,12 +79,30 @@ class GenerationFailure:
     rollout_id: int
     error: str
     epoch: int = 0
+    tag: int = 0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One sampled stretch of an episode, tokens ``start`` to ``end`` of its response, and what followed it: the tokens
+    from ``end`` to the next turn's ``start`` were observed."""
+
+    start: int
+    end: int
+    generator_id: str = ""
+    tools: tuple[str, ...] = ()  # that were called after it
+    seconds: float = 0.0  # of the environment's step after it
+    failures: int = 0  # of its tool calls: malformed, unknown, raised or late
+    reward: float | None = None  # of the turn, from an environment that rewards turns
 
 
 @dataclass(frozen=True)
 class Rollout:
     """One finished response with everything that training or a record needs; the payload of the object store. The
     engine creates it, its worker adds text and name.
+
+    In an episode of several turns the response has sampled and observed stretches in turn (``turns``). An observed
+    token has version ``OBSERVED``, log-prob 0 and no effect on the loss.
 
     With truncated sampling, the tokens allowed at each position are included as ragged ids: those of
     response token t are the ``kept_counts[t]`` ids after those of the previous tokens. A count of 0 means the
@@ -93,7 +114,7 @@ class Rollout:
     prompt: Prompt
     response_ids: IntArray  # [L], with the stop token if one was sampled
     behavior_logprobs: FloatArray  # [L] log mu after temperature, top-k, top-p and min-p
-    policy_versions: IntArray  # [L] the version that sampled each token
+    policy_versions: IntArray  # [L] the version that sampled each token, or OBSERVED
     finish_reason: FinishReason
     response_text: str = ""
     generator_id: str = ""
@@ -104,6 +125,14 @@ class Rollout:
     kept_counts: IdArray | None = None  # [L]
     routed_experts: NDArray[np.unsignedinteger] | None = None  # [P+L-1, E] as ``models/routes.py`` lays them out
     epoch: int = 0  # of the request
+    tag: int = 0  # of the request
+    turns: tuple[Turn, ...] = ()  # of an episode
+    episode_reward: float | None = None  # that its environment gave
+
+    @property
+    def sampled(self) -> NDArray[np.bool_]:
+        """[L] which tokens of the response the policy sampled; the others were observed."""
+        return self.policy_versions != OBSERVED
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.behavior_logprobs), len(self.policy_versions)}
@@ -144,7 +173,7 @@ class RolloutInfo:
     group_id: int
     generator_id: str
     prompt_length: int
-    response_length: int
+    response_length: int  # sampled tokens
     min_version: int
     max_version: int
     finish_reason: FinishReason
@@ -162,11 +191,13 @@ class RolloutInfo:
     weight: float = 1.0  # of its loss: down-weighting and replay correction
     masked_before_version: int = 0  # tokens older than this leave the loss (over_stale=mask)
     epoch: int = 0  # of the run when it was sent to its generator
+    tag: int = 0  # of the request, if it is a turn of an episode
+    observed_length: int = 0  # tokens of the response that were observed and not sampled
 
     @property
     def tokens(self) -> int:
-        """Tokens of prompt and response."""
-        return self.prompt_length + self.response_length
+        """Tokens of prompt and response, sampled and observed."""
+        return self.prompt_length + self.response_length + self.observed_length
 
     def staleness(self, version: int) -> int:
         """Staleness in the batch that moves the policy from ``version`` to ``version + 1``."""
@@ -267,9 +298,9 @@ class TrainBatch:
     token_ids: IntArray  # [T]
     cu_seqlens: IntArray  # [N+1]
     loss_mask: NDArray[np.bool_]  # [T] response tokens that train
-    response_mask: NDArray[np.bool_]  # [T] response tokens
-    behavior_logprobs: FloatArray  # [T] 0 on prompts
-    policy_versions: IntArray  # [T] -1 on prompts
+    response_mask: NDArray[np.bool_]  # [T] sampled tokens; between them, an episode's observed tokens are no response
+    behavior_logprobs: FloatArray  # [T] 0 on prompts and observed tokens
+    policy_versions: IntArray  # [T] -1 on prompts and observed tokens
     rewards: FloatArray  # [N]
     weights: FloatArray  # [N]
     group_ids: IntArray  # [N]

@@ -28,9 +28,17 @@ ARRAYS = (
     "response_ids", "behavior_logprobs", "policy_versions", "ref_logprobs", "values", "kept_ids", "kept_counts",
     "routed_experts",
 )  # fmt: skip
-FACTS = ("rollout_id", "group_id", "finish_reason", "response_text", "generator_id", "critic_version", "epoch")
-# What a replica tells of a finished rollout: its epoch, and the first fields of a RolloutInfo, up to its payload.
-_told = attrgetter("epoch", *takewhile(lambda name: name != "payload", (own.name for own in fields(RolloutInfo))))
+FACTS = (
+    "rollout_id", "group_id", "finish_reason", "response_text", "generator_id", "critic_version", "epoch", "tag",
+    "turns", "episode_reward",
+)  # fmt: skip
+# What a replica tells of a finished rollout: epoch, tag, and the first fields of a RolloutInfo, up to its payload.
+_told = attrgetter(
+    "epoch",
+    "tag",
+    "observed_length",
+    *takewhile(lambda name: name != "payload", (own.name for own in fields(RolloutInfo))),
+)
 NO_ARRAYS = dict.fromkeys(ARRAYS)
 _facts = attrgetter(*FACTS)
 R = TypeVar("R")
@@ -56,7 +64,10 @@ class Collected:
 
 
 def _collected(told: Iterable[Sequence[Any]], *others: Any) -> Collected:
-    infos = (RolloutInfo(*own, payload=Payload(None, i), epoch=e) for i, (e, *own) in enumerate(told))  # type: ignore[misc]
+    infos = (
+        RolloutInfo(*own, payload=Payload(None, i), epoch=epoch, tag=tag, observed_length=observed)  # type: ignore[misc]
+        for i, (epoch, tag, observed, *own) in enumerate(told)
+    )
     return Collected(list(infos), *others)
 
 

@@ -142,13 +142,15 @@ def describe(rollouts: Sequence[Rollout]) -> list[RolloutInfo]:
             group_id=r.group_id,
             generator_id=r.generator_id,
             prompt_length=len(r.prompt.token_ids),
-            response_length=len(r.response_ids),
-            min_version=int(r.policy_versions.min(initial=np.iinfo(np.int64).max)),
+            response_length=(sampled := int(np.count_nonzero(r.sampled))),
+            min_version=int(r.policy_versions.min(initial=np.iinfo(np.int64).max, where=r.sampled)),
             max_version=int(r.policy_versions.max(initial=0)),
             finish_reason=r.finish_reason,
             generated_at=0.0,
             payload=Payload(None, i),
             epoch=r.epoch,
+            tag=r.tag,
+            observed_length=len(r.response_ids) - sampled,
         )
         for i, r in enumerate(rollouts)
     ]
@@ -237,9 +239,9 @@ class GeneratorWorker:
             self._sent.pop(result.rollout_id, None)
             if isinstance(result, Rollout):
                 text = self._decode(said_ids(result, request.sampling).tolist())
-                result = _told(result, response_text=text, generator_id=self.name, epoch=request.epoch)
+                result = _told(result, response_text=text, generator_id=self.name, epoch=request.epoch, tag=request.tag)
             else:
-                result = replace(result, epoch=request.epoch)
+                result = replace(result, epoch=request.epoch, tag=request.tag)
             results.append(result)
         self.outbox.put(results, self._clock())
         return output
