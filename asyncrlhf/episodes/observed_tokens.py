@@ -39,6 +39,9 @@ class ObservedTokens:
             for number, token in added.items()
             if token.special or (token.content.strip() and token.content in written)
         }
+        unknown = tokenizer.unk_token  # what a small vocabulary makes of a text that it lacks: it controls nothing
+        if unknown not in (tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token):
+            self._control.pop(unknown, None)
         self._numbers = frozenset(self._control.values())
         longest_first = sorted(self._control, key=len, reverse=True)
         self._names = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
