@@ -33,7 +33,7 @@ def pack(samples: Sequence[TrainSample]) -> TrainBatch:
         if len(rollout.prompt.token_ids) == 0 or len(rollout.response_ids) == 0:
             raise ValueError(f"rollout {rollout.rollout_id} has an empty prompt or response and cannot be packed")
         if not rollout.sampled.any():
-            raise ValueError(f"rollout {rollout.rollout_id} has only observed tokens, none sampled; it cannot be packed")
+            raise ValueError(f"rollout {rollout.rollout_id} has no sampled token and cannot be packed")
     rollouts = [sample.rollout for sample in samples]
     prompts = [r.prompt.token_ids for r in rollouts]
     responses = [r.response_ids for r in rollouts]

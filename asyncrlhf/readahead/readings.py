@@ -62,7 +62,7 @@ class Reading:
     cache: transformers.DynamicCache | None = None
     last: torch.Tensor | None = None  # [H] hidden state of the last token that was read
     logprobs: FloatArray = field(default_factory=lambda: np.empty(0, np.float32))  # of the response tokens read
-    sampled: NDArray[np.bool_] | None = None  # [L] of the complete rollout: which of its response tokens count
+    sampled: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))  # [L] once it is complete
 
     @property
     def cached(self) -> int:

@@ -81,7 +81,7 @@ class PackedInputs:
     def of_batch(
         cls, batch: TrainBatch, first: int = 0, last: int | None = None, device: torch.device | str = "cpu"
     ) -> PackedInputs:
-        """The sequences ``first`` to ``last`` (not included; None: all) of a batch, whose sampled tokens are predicted."""
+        """The sequences ``first`` to ``last`` (not included; None: all) of a batch, with predicted sampled tokens."""
         boundaries = batch.cu_seqlens[first : None if last is None else last + 1]
         part = slice(int(boundaries[0]), int(boundaries[-1]))
         sets = None
