@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from asyncrlhf.records.write.rollout_tokens import TOKENS_FOLDER
 from asyncrlhf.report.load import Run
+from asyncrlhf.types import OBSERVED
 
 MAX_ROLLOUTS = 200  # of one run
 MAX_BYTES = 4_000_000  # of all runs of a page
@@ -69,7 +70,7 @@ def _compact(row: Mapping[str, Any]) -> dict[str, Any]:
         "s": row["step"],
         "i": row["rollout_id"],
         "r": _short(row["reward"]),
-        "a": row["step"] - 1 - min(versions),
+        "a": row["step"] - 1 - min(version for version in versions if version != OBSERVED),
         "w": _short(weights[mask].mean()) if mask.any() else None,
         "p": row["prompt"],
         "t": row["tokens"][shown],

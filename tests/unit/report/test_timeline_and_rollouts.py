@@ -48,15 +48,15 @@ class Characters:
         return "".join(map(chr, ids))
 
 
-def write_tokens(folder: Path, count: int, text: str = "abc", prompt: str = "1+1=") -> None:
-    """Rollout i has reward i, age i % 3 and the weight 2^-(i % 5)."""
+def write_tokens(folder: Path, count: int, text: str = "abc", prompt: str = "1+1=", observed: int = 0) -> None:
+    """Rollout i has reward i, age i % 3 and the weight 2^-(i % 5). ``observed``: of its last tokens."""
     record = TokenRecord(folder / "rollout_tokens", 0, Characters)
     ids, ones = [ord(letter) for letter in text], np.ones(len(text), np.float32)
-    rows = []
+    said, rows = len(text) - observed, []
     for i in range(count):
         row: dict[str, Any] = {
             "rollout_id": i, "group_id": i, "reward": float(i), "weight": 1.0, "prompt": prompt,
-            "prompt_ids": [1], "response_ids": ids, "policy_versions": [9 - i % 3] * len(text),
+            "prompt_ids": [1], "response_ids": ids, "policy_versions": [9 - i % 3] * said + [-1] * observed,
             "loss_mask": ones > 0, "behavior_logprobs": -ones, "proximal_logprobs": -ones, "policy_logprobs": -2 * ones,
             "ref_logprobs": None, "importance_weight": ones * 0.5 ** (i % 5), "behavior_weight": None,
             "advantages": ones,
@@ -101,6 +101,12 @@ def test_the_browser_holds_at_most_200_rollouts_and_the_bytes_it_may(tmp_path: P
     data = embedded(rollouts.section(run_at(tmp_path / "long")))
     assert [(len(row["t"]), row["n"]) for row in data["rollouts"]] == [(2000, 6000)] * 2
     assert len(rollouts.section(run_at(tmp_path / "long"), 100_000)) <= 100_000
+
+
+def test_the_age_is_that_of_the_sampled_tokens(tmp_path: Path) -> None:
+    write_tokens(tmp_path, 3, text="abcd", observed=2)
+    found = embedded(rollouts.section(run_at(tmp_path)))["rollouts"]
+    assert [row["a"] for row in found] == [0, 1, 2] and found[1]["v"] == [8, 8, -1, -1]
 
 
 def test_no_text_of_a_rollout_can_leave_its_place(tmp_path: Path) -> None:
