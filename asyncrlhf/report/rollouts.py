@@ -87,7 +87,7 @@ def _compact(row: Mapping[str, Any]) -> dict[str, Any]:
         "x": short(row["importance_weight"]),
         "b": short(row["behavior_logprobs"]),
         "c": short(row["policy_logprobs"]),
-        "m": [i for i, trains in enumerate(row["loss_mask"][shown]) if not trains],
+        "m": [i for i, trains in enumerate(row["loss_mask"][shown]) if not trains and versions[i] != OBSERVED],
     }
 
 
