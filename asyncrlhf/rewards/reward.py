@@ -291,6 +291,13 @@ class LengthSource(RewardSource):
         return [float(len(r.response_ids)) for r in rollouts]
 
 
+class EnvironmentSource(RewardSource):
+    """The reward that an episode's environment gave; None if it gave none."""
+
+    def scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        return [rollout.episode_reward for rollout in rollouts]
+
+
 def call_with_timeout(call: Callable[[], Any], seconds: float, who: str = "The reward function") -> Any:
     """The result of ``call``, or the RewardError that it raises; a RewardError if it takes longer than ``seconds``."""
     outcome: Future[Any] = Future()

@@ -1,0 +1,185 @@
+"""A conversation as tokens: its opening, what follows each sampled turn, and what the turn says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import jinja2
+import numpy as np
+
+from asyncrlhf.episodes.observed_tokens import ObservedTextError, ObservedTokens
+from asyncrlhf.episodes.replies import ParsedReply, ReplyReader, call_id, known_response_template
+from asyncrlhf.episodes.turn_frames import Message, TurnFrames
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.types import IntArray
+
+if TYPE_CHECKING:
+    import transformers
+
+
+class Conversation:
+    """Makes the tokens of an episode's conversation; one serves all episodes of a worker.
+
+    An episode is one row: the opening, a sampled turn, its suffix, a sampled turn, and so on. Sampled tokens are never
+    decoded and tokenised again, so that the row holds what the model sampled. A suffix is what the chat template adds
+    between two turns, found by rendering a small conversation.
+
+    Some templates render an earlier turn otherwise than a last one: they drop thoughts or strip white space
+    (``rewrites_history``; ``note`` is a sentence that says what, empty if nothing). With ``history=keep``, the only
+    choice so far, what was sampled stays in the row as it is: the model sees its own thoughts of earlier turns, which
+    it would not see if each turn's prompt were rendered anew.
+
+    Without a chat template all is plain text: texts follow each other, and nothing is added between them.
+
+    ``special_in_observed``: what to do with an observed text that spells out special tokens: ``escape`` tokenises them
+    as plain text, ``refuse`` raises ObservedTextError. ``template_kwargs`` go to the chat template.
+    ``response_template``: how to read replies, if neither the tokenizer nor TRL knows it (transformers' format).
+    """
+
+    def __init__(
+        self,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        *,
+        history: Literal["keep", "fork"] = "keep",
+        special_in_observed: Literal["escape", "refuse"] = "escape",
+        template_kwargs: Mapping[str, Any] | None = None,
+        response_template: Mapping[str, Any] | None = None,
+    ) -> None:
+        if history == "fork":
+            raise ConfigError("history=fork is not supported yet; allowed: history=keep.")
+        self._tokenizer = tokenizer
+        self._response_template = response_template
+        written = f"{tokenizer.chat_template or ''}{response_template or ''}"
+        self._tokens = ObservedTokens(tokenizer, written, refuse=special_in_observed == "refuse")
+        self._frames = None
+        if tokenizer.chat_template:
+            self._frames = TurnFrames(tokenizer, self._tokens, template_kwargs or {})
+        changes = self._frames.changes if self._frames else ()
+        self.rewrites_history = bool(changes)
+        self.note = (
+            f"The chat template rewrites earlier turns when it renders a whole conversation: it {_listed(changes)}; an "
+            "episode keeps them as they were sampled (history=keep)."
+            if changes
+            else ""
+        )
+
+    def opening(self, messages: str | Sequence[Message], tools: Sequence[Message] = ()) -> IntArray:
+        """[P] the prompt: ``messages`` (a text is one message of the user) and the beginning of the model's turn. A
+        last message of the assistant is continued. ``tools``: JSON schemas, ``{"type": "function", "function": ...}``.
+
+        Raises ConfigError if the template refuses the messages, or if the model has no tools.
+        """
+        if self._frames is None:
+            self._refuse_plain_tools(tools)
+            text = messages if isinstance(messages, str) else "".join(str(m["content"]) for m in messages)
+            return _array(self._tokenizer(text).input_ids)
+        if tools:
+            self._check_tools()
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        try:
+            begun = messages[-1]["role"] == "assistant"
+            return _array(self._tokens.tokens(self._frames.render(messages, tools, begun=begun)))
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"The chat template of model.path refuses the opening of an episode: {error}.") from error
+
+    def suffix(self, sampled: Sequence[int] | IntArray, observed: Sequence[Message]) -> IntArray:
+        """[S] the tokens between a sampled turn and the next one: what is missing of the turn's end, the ``observed``
+        messages as the template renders them, and the beginning of the next turn.
+
+        ``sampled``: the turn's tokens, at least its last ones; it may end with the end-of-turn token, with a part of
+        what ends a turn, or without (a turn that was cut). ``observed``: messages of role ``user`` or ``tool`` with
+        ``content``; those of role ``tool`` with the ``name`` of the tool, and the ``tool_call_id`` of its call.
+
+        Special tokens that the observed texts or names spell out do not become special tokens. Raises ObservedTextError
+        if that cannot be, or is refused, or if the template refuses the texts; ConfigError if the template has no such
+        messages.
+        """
+        if not observed:
+            raise ValueError("a suffix is made of at least one observed message")
+        texts = [_encodable(str(m["content"])) for m in observed]
+        if self._frames is None:
+            return _array(self._tokens.following("".join, texts))
+        frames, count = self._frames, len(observed)
+        names = [_encodable(str(m.get("name") or "tool")) for m in observed]
+        ids = [_tool_call_id(m, place) for place, m in enumerate(observed)]
+        frame = frames.frame([{**m, "content": text} for m, text in zip(observed, texts, strict=True)])
+
+        def render(given: Sequence[str]) -> str:
+            parts = zip(observed, given[:count], given[count:], ids, strict=True)
+            return frames.after_turn(frame, [_observed(*part) for part in parts])
+
+        try:
+            following = self._tokens.following(render, [*texts, *names])
+        except (jinja2.TemplateError, TypeError) as error:
+            raise ObservedTextError(f"The chat template refuses an observed message: {error}.") from error
+        return _array(following[self._already(list(sampled[-_LONGEST_END:]), following, frame.end) :])
+
+    def parse(self, token_ids: Sequence[int] | IntArray, tools: Sequence[Message] = ()) -> ParsedReply:
+        """What a sampled turn says. ``tools``, the schemas of the opening, give the arguments their types. Without a
+        chat template, or without tools, a reply is only text."""
+        if self._frames is None or not tools:
+            return ParsedReply(str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True)))
+        return self._reader.read(list(token_ids), tools)
+
+    def _already(self, sampled: list[int], following: Sequence[int], end: str) -> int:
+        """How many tokens of ``following``, which begins with the end of a turn, the turn ended with already."""
+        control = set(self._tokens.control(following))
+        first = next((place for place, token in enumerate(following) if token not in control), len(following))
+        of_end = len(self._tokens.tokens(end))
+        for count in range(min(max(first, of_end), len(sampled)), 0, -1):
+            if [int(token) for token in sampled[-count:]] == list(following[:count]):
+                return count
+        last_end = self._frames.last_end if self._frames else ""
+        if last_end and sampled and int(sampled[-1]) == self._tokens.tokens(last_end)[0]:
+            return min(first, len(self._tokens.control(self._tokens.tokens(end))))
+        return 0
+
+    def _refuse_plain_tools(self, tools: Sequence[Message]) -> None:
+        if tools:
+            raise ConfigError(
+                "Tools need a chat template, and the tokenizer of model.path has none; allowed: a model with a chat "
+                "template, or an environment without tools."
+            )
+
+    def _check_tools(self) -> None:
+        """Raise ConfigError unless the template renders calls and their results, and replies can be read."""
+        assert self._frames is not None
+        self._frames.frame([_observed({"role": "tool"}, "result", "name", call_id(0))])
+        _ = self._reader
+
+    @cached_property
+    def _reader(self) -> ReplyReader:
+        assert self._frames is not None
+        template = self._response_template or known_response_template(self._tokenizer)
+        return ReplyReader(self._tokenizer, template, self._frames.generation_prompt, self._frames.call_marks())
+
+
+_LONGEST_END = 16  # tokens; more than any template ends a turn with
+
+
+def _observed(message: Message, text: str, name: str, call: str) -> Message:
+    if message["role"] != "tool":
+        return {**message, "content": text}
+    return {**message, "content": text, "name": name, "tool_call_id": call}
+
+
+def _tool_call_id(message: Message, place: int) -> str:
+    """A model may have sampled any text as an id; only letters, digits, ``-`` and ``_`` go into the template again."""
+    given = str(message.get("tool_call_id") or "")
+    return given if given.replace("-", "").replace("_", "").isalnum() else call_id(place)
+
+
+def _encodable(text: str) -> str:
+    """Without the halves of surrogate pairs, which JSON can spell and UTF-8 cannot."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _array(ids: Any) -> IntArray:
+    return np.asarray(ids, dtype=np.int64)
+
+
+def _listed(parts: Sequence[str]) -> str:
+    return ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + parts[-1]

@@ -1,0 +1,134 @@
+"""Tokenises text of which some stretches were observed: special tokens that these spell out remain plain text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from asyncrlhf.errors import AsyncRLHFError
+
+if TYPE_CHECKING:
+    import tokenizers
+    import transformers
+
+_MARK = "\ue0f3"  # stands before the name of each control token in the copy that reads the bare names as text
+
+
+class ObservedTextError(AsyncRLHFError):
+    """An observed text cannot become part of an episode; one sentence that says why."""
+
+
+class ObservedTokens:
+    """The tokens of texts that an episode observes.
+
+    Control tokens are the tokenizer's special tokens, and those of its other added tokens that ``written``, the text
+    of the chat template, names (such as ``<tool_call>``). Other added tokens, such as runs of spaces, are text.
+    """
+
+    def __init__(
+        self, tokenizer: transformers.PreTrainedTokenizerBase, written: str = "", refuse: bool = False
+    ) -> None:
+        added = tokenizer.added_tokens_decoder
+        self._tokenizer = tokenizer
+        self._refuse = refuse
+        self._control = {
+            token.content: number
+            for number, token in added.items()
+            if token.special or (token.content.strip() and token.content in written)
+        }
+        unknown = tokenizer.unk_token  # what a small vocabulary makes of a text that it lacks: it controls nothing
+        if unknown not in (tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token):
+            self._control.pop(unknown, None)
+        self._numbers = frozenset(self._control.values())
+        longest_first = sorted(self._control, key=len, reverse=True)
+        self._names = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        # Some tokenizers mark the beginning of a text, mostly by a space. A row goes on after a token, and has no mark.
+        anchors = [t.content for t in added.values() if t.content in self._control and not t.rstrip]
+        self._anchor = anchors[0] if anchors and self.tokens(anchors[0] + "a")[1:] != self.tokens("a") else ""
+
+    def tokens(self, text: str) -> list[int]:
+        """The tokens of a text whose control tokens are meant."""
+        return list(self._tokenizer(text, add_special_tokens=False).input_ids)
+
+    def control(self, tokens: Sequence[int]) -> list[int]:
+        """The control tokens among ``tokens``, in their order."""
+        return [token for token in tokens if token in self._numbers]
+
+    def control_names(self, text: str) -> list[str]:
+        """The control tokens that a text spells out, in their order."""
+        return self._names.findall(text)
+
+    def whole_names(self, text: str, place: int) -> int:
+        """``place``, or the beginning of the control token of ``text`` that it would cut."""
+        return next((m.start() for m in self._names.finditer(text) if m.start() < place < m.end()), place)
+
+    def following(self, render: Callable[[Sequence[str]], str], observed: Sequence[str]) -> list[int]:
+        """The tokens of ``render(observed)``, a text that continues a row. The observed texts add no control token.
+
+        They are read together with the text around them, as the model saw it in its training. Only if control tokens
+        differ from those with harmless texts are the observed ones hidden from the search for them. Raises
+        ObservedTextError if that is not allowed (``refuse``) or impossible.
+        """
+        meant = self.control(self.tokens(render([harmless(text, place) for place, text in enumerate(observed)])))
+        found = self._continued(render(observed), self.tokens)
+        if self.control(found) == meant:
+            return found
+        spelled = sorted({name for text in observed for name in self.control_names(text)})
+        if self._refuse or not self._tokenizer.is_fast:
+            only = "" if self._refuse else ", which only a fast tokenizer can read as plain text"
+            raise ObservedTextError(f"An observed text spells out control tokens ({', '.join(spelled)}){only}.")
+        found = self._continued(*self._with_marks(render, observed))
+        if self.control(found) != meant:
+            raise ObservedTextError(f"An observed text spells out control tokens in disguise ({', '.join(spelled)}).")
+        return found
+
+    def _continued(self, text: str, tokens: Callable[[str], list[int]]) -> list[int]:
+        found = tokens(text)
+        if not self._anchor or not found or found[0] in self._numbers:
+            return found
+        anchor = self._anchor if tokens == self.tokens else _MARK + self._anchor
+        return tokens(anchor + text)[1:]
+
+    def _with_marks(
+        self, render: Callable[[Sequence[str]], str], observed: Sequence[str]
+    ) -> tuple[str, Callable[[str], list[int]]]:
+        """The text with a mark before each control token that is meant, and the function that reads it so."""
+        hidden: list[str] = []
+        cover = "hiddenname"
+        while any(cover in text for text in observed):
+            cover += "x"
+
+        def hide(name: re.Match[str]) -> str:
+            hidden.append(name[0])
+            return f"{cover}{len(hidden) - 1}{cover}"
+
+        marked = self._names.sub(lambda name: _MARK + name[0], render([self._names.sub(hide, t) for t in observed]))
+        return re.sub(f"{cover}([0-9]+){cover}", lambda place: hidden[int(place[1])], marked), self._marked_tokens
+
+    def _marked_tokens(self, text: str) -> list[int]:
+        copy, numbers = self._copy
+        return [numbers.get(token, token) for token in copy.encode(text, add_special_tokens=False).ids]
+
+    @cached_property
+    def _copy(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+        """The tokenizer with a mark before the name of each control token, and its own number for each that has another
+        one there."""
+        from tokenizers import Tokenizer
+
+        made = json.loads(self._tokenizer.backend_tokenizer.to_str())
+        names: dict[str, int] = {}
+        for token in made["added_tokens"]:
+            number = token["id"]
+            if token["content"] in self._control:
+                token["content"] = _MARK + token["content"]
+            names[token["content"]] = number
+        copy = Tokenizer.from_str(json.dumps({**made, "post_processor": None, "truncation": None, "padding": None}))
+        return copy, {copy.token_to_id(name) or 0: number for name, number in names.items()}
+
+
+def harmless(text: str, place: int) -> str:
+    """A text to render instead of an observed one; blank if that is, because templates may ask for it."""
+    return f"harmless{place}" if text.strip() else text
