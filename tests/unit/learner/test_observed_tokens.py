@@ -229,8 +229,10 @@ def test_services_answer_for_the_whole_row(budget: int) -> None:
     options: dict[str, Any] = {"temperature": 1.0, "precision": "none", "token_budget": budget}
     whole = ReferencePolicy(model, **options).answer(given)
     ahead = ReadingReference(model, cache_tokens=4096, **options)
-    ahead.prefill([], [Chunk(r.rollout_id, 0, len(r.prompt.token_ids), policy_ids(r)[:-1].tolist()) for r in given])
-    assert ahead.readings is not None and ahead.readings.held
+    for turn in range(2):  # the second turn's request has the first and what followed it as its prompt
+        chunks = [(r, len(r.prompt.token_ids) + turn, policy_ids(r)[: -1 if turn else -2].tolist()) for r in given]
+        ahead.prefill([], [Chunk(rollout.rollout_id, 0, length, ids) for rollout, length, ids in chunks])
+    assert ahead.readings is not None and all(ahead.readings._begun(rollout) for rollout in given)
     expected = plain_logprobs(llama().double(), pack(gapped()))
     answers = zip(given, critic.answer(given), whole, ahead.answer(given), expected, strict=True)
     for rollout, values, logprobs, read, own in answers:
