@@ -79,10 +79,12 @@ class Conversation:
             self._check_tools()
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
+        if not messages:
+            raise ConfigError("The opening of an episode has no messages; allowed: at least one.")
+        begun = messages[-1]["role"] == "assistant"
         try:
-            begun = messages[-1]["role"] == "assistant"
             return _array(self._tokens.tokens(self._frames.render(messages, tools, begun=begun)))
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError) as error:
             raise ConfigError(f"The chat template of model.path refuses the opening of an episode: {error}.") from error
 
     def suffix(self, sampled: Sequence[int] | IntArray, observed: Sequence[Message]) -> IntArray:
@@ -112,7 +114,7 @@ class Conversation:
             return frames.after_turn(frame, [_observed(*part) for part in parts])
 
         try:
-            following = self._tokens.following(render, [*texts, *names])
+            following = self._tokens.following(render, [*texts, *names], frame.control)
         except (jinja2.TemplateError, TypeError) as error:
             raise ObservedTextError(f"The chat template refuses an observed message: {error}.") from error
         return _array(following[self._already([int(t) for t in sampled[-_LONGEST_END:]], following, frame.end) :])

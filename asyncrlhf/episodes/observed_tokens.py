@@ -70,16 +70,16 @@ class ObservedTokens:
         return self.following("".join, [text], [])
 
     def following(
-        self, render: Callable[[Sequence[str]], str], observed: Sequence[str], meant: list[int] | None = None
+        self, render: Callable[[Sequence[str]], str], observed: Sequence[str], meant: Sequence[int]
     ) -> list[int]:
-        """The tokens of ``render(observed)``, a text that continues a row. The observed texts add no control token.
+        """The tokens of ``render(observed)``, a text that continues a row. Its control tokens are ``meant``, those that
+        it has with harmless texts: the observed ones add none.
 
         They are read together with the text around them, as the model saw it in its training. Only if control tokens
-        differ from those with harmless texts are the observed ones hidden from the search for them. Raises
-        ObservedTextError if that is not allowed (``refuse``) or impossible.
+        differ from ``meant`` are the observed ones hidden from the search for them. Raises ObservedTextError if that
+        is not allowed (``refuse``) or impossible.
         """
-        if meant is None:
-            meant = self.control(self.tokens(render([harmless(text, place) for place, text in enumerate(observed)])))
+        meant = list(meant)
         found = self._continued(render(observed), self.tokens)
         if self.control(found) == meant:
             return found
@@ -142,8 +142,3 @@ class ObservedTokens:
             names[token["content"]] = number
         copy = Tokenizer.from_str(json.dumps({**made, "post_processor": None, "truncation": None, "padding": None}))
         return copy, {copy.token_to_id(name) or 0: number for name, number in names.items()}
-
-
-def harmless(text: str, place: int) -> str:
-    """A text to render instead of an observed one; blank if that is, because templates may ask for it."""
-    return f"harmless{place}" if text.strip() else text

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from asyncrlhf.episodes.observed_tokens import ObservedTokens, harmless
+from asyncrlhf.episodes.observed_tokens import ObservedTokens
 from asyncrlhf.episodes.replies import call_id
 from asyncrlhf.errors import ConfigError
 
@@ -31,11 +31,13 @@ _REFUSALS = (jinja2.TemplateError, TypeError)  # what templates raise for messag
 @dataclass(frozen=True)
 class Frame:
     """An assistant's turn before certain messages. After what the model itself writes, such as the closing of a call,
-    the template writes ``end``, the end of the turn; then come the messages."""
+    the template writes ``end``, the end of the turn; then come the messages. ``control``: the control tokens from the
+    end of the turn to the beginning of the next one, if the messages' texts have none."""
 
     calls: int  # of the turn; 0: it is text
     as_text: bool  # whether the template wants the arguments of a call as a JSON text
     end: str
+    control: tuple[int, ...]
 
 
 class TurnFrames:
@@ -70,7 +72,7 @@ class TurnFrames:
     ) -> str:
         """The text of a conversation. ``prompt``: with the beginning of the next turn; ``begun``: the last message is
         a turn to be continued."""
-        with_tools = tools or any(message["role"] == "tool" for message in messages)
+        with_tools = tools or any(m["role"] == "tool" or m.get("tool_calls") for m in messages)
         rendered: Any = self._tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             tools=[dict(tool) for tool in tools] or None,
@@ -86,10 +88,11 @@ class TurnFrames:
         """The frame of a turn that these messages follow. Raises ConfigError if the template does not render them."""
         shape = tuple((str(m["role"]), not str(m["content"]).strip()) for m in observed)
         if shape not in self._frames:
-            plain = [{**m, "content": harmless(m["content"], place)} for place, m in enumerate(observed)]
-            called = {place: {"name": "name7", "tool_call_id": call_id(place)} for place in range(len(plain))}
             self._frames[shape] = self._find_frame(
-                [{**m, **called[place]} if m["role"] == "tool" else m for place, m in enumerate(plain)]
+                [
+                    _harmless(role, "" if blank else f"harmless{place}", place)
+                    for place, (role, blank) in enumerate(shape)
+                ]
             )
         return self._frames[shape]
 
@@ -134,7 +137,9 @@ class TurnFrames:
                 continue
             if not after.startswith(closing):
                 raise ConfigError(_UNSTABLE.format(role=observed[0]["role"]))
-            return Frame(calls, as_text, self._end_of_call(closing) if calls else closing)
+            end = self._end_of_call(closing) if calls else closing
+            control = self._tokens.control(self._tokens.tokens(after[len(closing) - len(end) :]))
+            return Frame(calls, as_text, end, tuple(control))
         roles = " and ".join(dict.fromkeys(str(message["role"]) for message in observed))
         raise ConfigError(
             f"The chat template of model.path does not render messages of role {roles} after an assistant's turn{why}; "
@@ -236,6 +241,12 @@ _UNSTABLE = (
     "The chat template of model.path ends an assistant's turn differently when a message of role {role} follows, so "
     "that no sampled turn can be continued; allowed: a template whose end of a turn does not depend on what follows."
 )
+
+
+def _harmless(role: str, text: str, place: int) -> Message:
+    """A message to render instead of an observed one; blank if that is, because templates may ask for it."""
+    message = {"role": role, "content": text}
+    return {**message, "name": "name7", "tool_call_id": call_id(place)} if role == "tool" else message
 
 
 def _shared(one: str, other: str) -> int:
