@@ -101,7 +101,10 @@ SHAPES = {
     "llama3_1": Shape(trl_template("llama3_1"), "<|eot_id|>", llama, (STRIPS,), True),
     "gemma": Shape(trl_template("gemma"), "<end_of_turn>", None, (STRIPS,), True),
     "gemma3": Shape(trl_template("gemma3"), "<end_of_turn>", None, (STRIPS,), True),
-    "deepseekv3": Shape(trl_template("deepseekv3"), "<｜end▁of▁sentence｜>", None, ("leaves out '<think>", DROPS)),
+    "deepseekv3": Shape(
+        trl_template("deepseekv3"), "<｜end▁of▁sentence｜>", None,
+        ("leaves out '<think>", DROPS, "writes later calls and results of tools differently"),
+    ),
     "deepseek_r1_distill": Shape(
         trl_template("deepseek_r1_distill"), "<｜end▁of▁sentence｜>", None, ("leaves out '<think>", DROPS)
     ),

@@ -14,7 +14,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from asyncrlhf.data.data_config import TaskConfig
 from asyncrlhf.episodes.conversation import Conversation
-from asyncrlhf.episodes.observed_tokens import ObservedTextError
+from asyncrlhf.episodes.observed_tokens import ObservedTextError, ObservedTokens
+from asyncrlhf.episodes.turn_frames import TurnFrames
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.models.checkpoint_folder import resolve
 from asyncrlhf.tasks.task import PromptEncoder
@@ -132,6 +133,33 @@ def test_what_a_template_changes_is_noted(name: str) -> None:
     for words in shape.changes:
         assert words in conversation.note
     assert conversation.note.count("\n") == 0 and conversation.note[-1:] in ("", ".")
+
+
+def test_thoughts_dropped_before_results_are_noted() -> None:
+    template = (
+        "{% for m in messages %}{% if m.thinking and (loop.last or messages[loop.index].role != 'tool') %}"
+        "({{ m.thinking }}){% endif %}{{ m.content }}{{ m.tool_calls | default('') }}<|im_end|>{% endfor %}"
+    )
+    note = Conversation(tokenizer_for(template)).note
+    assert "drops the thoughts of earlier turns when the result of a tool follows" in note
+
+
+def test_texts_around_a_turn_hold_whole_control_tokens() -> None:
+    """``<|assistant|>`` and Phi's ``</s>``, with which a conversation ends, both begin with ``<``."""
+    tokenizer = tokenizer_for(SHAPES["phi3"].template)
+    frames = TurnFrames(tokenizer, ObservedTokens(tokenizer), {})
+    assert (frames.generation_prompt, frames.end, frames.last_end) == ("<|assistant|>\n", "<|end|>\n", "")
+
+
+def test_a_template_that_drops_results_is_refused() -> None:
+    template = (
+        "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{{ m.tool_calls | default('') }}<|im_end|>"
+        "{% endif %}{% endfor %}"
+    )
+    with pytest.raises(
+        ConfigError, match=r"does not render messages of role tool after an assistant's turn; allowed: "
+    ):
+        Conversation(tokenizer_for(template)).suffix([], [{"role": "tool", "content": "3"}])
 
 
 def test_thoughts_that_a_template_drops_stay_in_the_row() -> None:
