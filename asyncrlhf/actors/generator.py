@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from asyncrlhf.actors.build_generator import build_worker
+from asyncrlhf.actors.messages import Address, resolved
 from asyncrlhf.actors.part import PartActor
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker
 from asyncrlhf.errors import ReplicaError
@@ -160,6 +161,10 @@ class GeneratorActor(PartActor):
         if method == "load":
             return self._between_steps(lambda: self._load(*arguments))
         return self._between_steps(lambda: run(method, *arguments, **keywords))
+
+    def turns(self, addresses: Sequence[Address], *bundles: Any) -> None:
+        """Submit the turns of episodes, whose requests arrive in bundles."""
+        self.call("submit", resolved(addresses, bundles))
 
     def _load(self, version: int, *arguments: Any) -> None:
         self._count_pause()

@@ -12,6 +12,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
+from asyncrlhf.actors.episodes import EpisodeNews
 from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.messages import Collected, Offer
 from asyncrlhf.actors.worker import GeneratorWorker
@@ -124,8 +125,16 @@ class GeneratorHandle(Remote[GeneratorWorker], Protocol):
         """Wait until rollouts finish or a short time has passed."""
         ...
 
+    async def submit_turns(self, turns: Sequence[Payload]) -> None:
+        """As :meth:`submit`, for the requests behind these references: turns of episodes."""
+        ...
+
     async def generate(self, items: Sequence[GenerationRequest]) -> list[Rollout]:
         """Sample outside of the ledger (evaluation): negative rollout ids, returned here and not by ``collect``."""
+        ...
+
+    async def generate_turn(self, rollout_id: int, turn: Payload) -> list[Rollout]:
+        """As :meth:`generate`, for the turn of an episode behind a reference."""
         ...
 
     async def close(self) -> None: ...
@@ -144,6 +153,34 @@ class AnnotatorHandle(ReaderHandle, Protocol):
     async def annotate(self, payloads: Sequence[Payload], ticket: Any = None) -> list[Annotation]:
         """One annotation per rollout. ``ticket``: of the critic version that a critic worker must use. Raises
         ReplicaError if the worker died in the call and was restarted, WorkerLostError if it was not."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class EpisodesHandle(Protocol):
+    """A worker that plays episodes. ``begin``, ``sampled`` and ``cancel`` wait for nothing, and arrive in their order:
+    ``collect`` raises the errors of their arrival."""
+
+    @property
+    def name(self) -> str: ...
+
+    def begin(self, items: Sequence[GenerationRequest]) -> None:
+        """Play these episodes from the start."""
+        ...
+
+    def sampled(self, turns: Sequence[Payload]) -> None:
+        """Give turns that were sampled to their episodes."""
+        ...
+
+    def cancel(self, rollout_ids: Sequence[int]) -> None: ...
+
+    async def collect(self) -> EpisodeNews:
+        """Wait for news, or until a short time has passed. Raises ReplicaError if the worker is lost."""
+        ...
+
+    async def restart(self, error: ReplicaError) -> None:
+        """A new worker without episodes in place of the lost one. Raises WorkerLostError if it is not restarted."""
         ...
 
     async def close(self) -> None: ...
@@ -182,7 +219,8 @@ class LearnerHandle(Remote[LearnerWorker], Protocol):
 class Runtime(Protocol):
     """Starts the parts and connects them; the controller knows nothing of their processes and devices.
 
-    ``references`` and ``critics`` are empty without ``reference.workers`` and ``critic.workers``.
+    ``references`` and ``critics`` are empty without ``reference.workers`` and ``critic.workers``, ``episodes`` if a
+    rollout is one answer.
     ``sharing``: names of the generators on the learner's devices, which take turns with it. ``maps``: whether a replica
     loads from the learner's memory, so that a load's ticket is all that it needs. ``tell`` is called with the progress
     of the start, ``told`` with the spans that parts send.
@@ -192,6 +230,7 @@ class Runtime(Protocol):
     rewards: list[AnnotatorHandle]
     references: list[AnnotatorHandle]
     critics: list[AnnotatorHandle]
+    episodes: list[EpisodesHandle]
     learner: LearnerHandle
     sharing: Collection[str]
     maps: bool = False
@@ -202,7 +241,7 @@ class Runtime(Protocol):
 
     def parts(self) -> Sequence[Any]:
         """Every single part, with a ``name`` and a ``ping``."""
-        return [*self.generators, *self.rewards, *self.references, *self.critics, self.learner]
+        return [*self.generators, *self.rewards, *self.references, *self.critics, *self.episodes, self.learner]
 
     async def connect(self, receivers: Sequence[GeneratorHandle], workers: int = 0) -> int:
         """Form a new weight group of the learner and these generators, and return its epoch. With ``workers`` that many

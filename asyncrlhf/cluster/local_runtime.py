@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from asyncrlhf.actors.annotator import AnnotatorSpec, AnnotatorWorker, build_annotator
 from asyncrlhf.actors.build_generator import build_worker
+from asyncrlhf.actors.episodes import EpisodeNews, EpisodeSpec, news_of, told
 from asyncrlhf.actors.learner import LearnerLanes, LearnerSpec, LearnerWorker
 from asyncrlhf.actors.messages import Collected, Offer, joined, placed
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, located
@@ -21,6 +23,7 @@ from asyncrlhf.cluster.clock import Signal
 from asyncrlhf.cluster.handles import (
     LONG_SECONDS,
     AnnotatorHandle,
+    EpisodesHandle,
     GeneratorHandle,
     Hear,
     LocalPart,
@@ -31,6 +34,7 @@ from asyncrlhf.cluster.handles import (
 )
 from asyncrlhf.cluster.placement import Specs, first_turn
 from asyncrlhf.data.checkpoint_manifest import Seals
+from asyncrlhf.episodes.worker import EpisodeWorker
 from asyncrlhf.errors import LearnerLostError, ReplicaError
 from asyncrlhf.learner.settings.learner_config import StepResult
 from asyncrlhf.readahead.owners import ChunkInfo, Prefilled
@@ -132,6 +136,12 @@ class LocalGenerator(LocalPart[GeneratorWorker]):
         hear(self._told, self._lane.take())
         return located(*box.take(self.worker.busy_seconds, self.worker.tokens, now), now)
 
+    async def submit_turns(self, turns: Sequence[Payload]) -> None:
+        await self.submit([turn.ref[turn.index] for turn in turns])
+
+    async def generate_turn(self, rollout_id: int, turn: Payload) -> list[Rollout]:
+        return await self.generate([turn.ref[turn.index]])
+
     async def generate(self, items: Sequence[GenerationRequest]) -> list[Rollout]:
         ids = [item.rollout_id for item in items]
         return await within(LONG_SECONDS, self.name, "generate", self._answers(items, ids), ids)
@@ -187,6 +197,45 @@ class LocalAnnotator(LocalPart[AnnotatorWorker]):
     async def close(self) -> None:
         hear(self._told, self._lane.take())
         await super().close()
+
+
+class LocalEpisodes(LocalPart[EpisodeWorker]):
+    """Plays episodes on the run's own clock."""
+
+    def __init__(self, name: str, build: Callable[[], EpisodeWorker]) -> None:
+        super().__init__(name, build())
+        self._build = build
+        self._killed = asyncio.Event()
+        self.restarts = 0
+
+    def begin(self, items: Sequence[GenerationRequest]) -> None:
+        self.worker.begin(items)
+
+    def sampled(self, turns: Sequence[Payload]) -> None:
+        self.worker.sampled(fetch_local(turns))
+
+    def cancel(self, rollout_ids: Sequence[int]) -> None:
+        self.worker.cancel(rollout_ids)
+
+    def kill(self) -> None:
+        """Die like a process (for tests): its episodes are lost."""
+        self.worker.close()
+        self._killed.set()
+
+    async def collect(self) -> EpisodeNews:
+        waits = [asyncio.ensure_future(event.wait()) for event in (self.worker.changed, self._killed)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if self._killed.is_set():
+            raise ReplicaError(f"{self.name} is dead")
+        return told(*news_of(self.worker), asyncio.get_running_loop().time())
+
+    async def restart(self, error: ReplicaError) -> None:
+        self.restarts += 1
+        self.worker, self._killed = self._build(), asyncio.Event()
 
 
 class LocalLearner(LocalPart[LearnerWorker]):
@@ -263,6 +312,7 @@ class Workers:
     generator: Callable[[GeneratorSpec, Callable[[], float]], Any] = build_worker  # with the clock of the run
     learner: Callable[[LearnerSpec], Any] = LearnerWorker
     annotator: Callable[[AnnotatorSpec, str], Any] = build_annotator  # with its name
+    episodes: Callable[[EpisodeSpec, str], EpisodeWorker] = lambda spec, name: spec.build(name, inline=True)
 
 
 class LocalRuntime(Runtime):
@@ -276,13 +326,14 @@ class LocalRuntime(Runtime):
         self._specs = specs
         self._epoch = 0
         self._records = ThreadPoolExecutor(max_workers=1, thread_name_prefix="records")
-        self.generators = []
+        self.generators, self.episodes = [], []
         self.learner: LocalLearner
 
     async def start(self) -> None:
         self.learner = self._learner()
         asked = (self._specs.reward, self._specs.reference, self._specs.critic)
         self.rewards, self.references, self.critics = map(self._annotators, asked)
+        self.episodes = self._episodes(self._specs.episodes)
         if self.sharing and self._specs.learner.offloads:
             self._specs = await first_turn(self.learner, self._specs, self.sharing)
         self.generators = [self._generator(spec) for spec in self._specs.generators]
@@ -300,6 +351,12 @@ class LocalRuntime(Runtime):
         names = [f"{spec.kind}-{i}" for i in range(spec.settings.workers)]
         made = self._workers.annotator
         return [LocalAnnotator(name, made(spec, name), spec.answer_seconds, self.told) for name in names]
+
+    def _episodes(self, spec: EpisodeSpec | None) -> list[EpisodesHandle]:
+        if spec is None:
+            return []
+        names = [f"{spec.kind}-{i}" for i in range(spec.settings.workers)]
+        return [LocalEpisodes(name, partial(self._workers.episodes, spec, name)) for name in names]
 
     def _generator(self, spec: GeneratorSpec) -> LocalGenerator:
         worker = self._workers.generator(spec, asyncio.get_running_loop().time)

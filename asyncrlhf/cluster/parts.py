@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrlhf.actors.annotator import RewardSpec
+from asyncrlhf.actors.episodes import EpisodeSpec
 from asyncrlhf.actors.learner import LearnerSpec
 from asyncrlhf.actors.model_annotators import CriticSpec, ReferenceSpec
 from asyncrlhf.actors.worker import GeneratorSpec
@@ -18,6 +19,7 @@ from asyncrlhf.engines.generator_config import GeneratorConfig, replica_kinds
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.write.rollout_tokens import TOKENS_FOLDER
 from asyncrlhf.transport.weights_config import WeightsConfig, resolve_dtype
+from asyncrlhf.types import Prompt
 from asyncrlhf.validation import check
 
 if TYPE_CHECKING:
@@ -103,7 +105,8 @@ def specs(config: RunConfig, weights: WeightsConfig) -> Specs:
         config.max_restarts,
     )
     generators = generator_specs(config, weights)
-    return Specs(generators, learner, reward, reference_spec(config), critic_spec(config, weights))
+    services = reference_spec(config), critic_spec(config, weights), episode_spec(config)
+    return Specs(generators, learner, reward, *services)
 
 
 def build_runtime(config: RunConfig, run_dir: Path | None = None, workers: Workers | None = None) -> Runtime:
@@ -151,6 +154,20 @@ def reference_spec(config: RunConfig) -> ReferenceSpec | None:
         answer_seconds(config),
         config.max_restarts,
     )
+
+
+def episode_spec(config: RunConfig) -> EpisodeSpec | None:
+    """The spec of the workers that play episodes; None if a rollout is one answer."""
+    if not config.episode.used:
+        return None
+    stall = config.stall_timeout_seconds
+    return EpisodeSpec(config.episode, config.task, config.model, stall, config.max_restarts)
+
+
+def check_episodes(config: RunConfig, prompt: Prompt) -> list[str]:
+    """Open an episode of ``prompt``; raises ConfigError if that cannot be. Returns sentences for the user."""
+    spec = episode_spec(config)
+    return [] if spec is None else spec.driver(inline=True).check(prompt)
 
 
 def service_notes(config: RunConfig) -> list[str]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from asyncrlhf.actors.annotator import AnnotatorSpec, RewardSpec
+from asyncrlhf.actors.episodes import EpisodeSpec
 from asyncrlhf.actors.learner import LearnerSpec, LearnerWorker
 from asyncrlhf.actors.model_annotators import CriticSpec, ReferenceSpec
 from asyncrlhf.actors.worker import GeneratorSpec
@@ -36,7 +37,7 @@ class Part:
     """The resources that one actor requests. ``workers``: engine processes of a replica, each with its own GPU."""
 
     name: str
-    kind: str  # learner, generator, reward, reference or critic
+    kind: str  # learner, generator, reward, reference, critic or episode
     cpus: float
     gpus: float
     workers: int = 1
@@ -122,13 +123,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class Specs:
-    """The specs of all parts of a run. ``reference`` and ``critic``: None without such a service."""
+    """The specs of all parts of a run. ``reference`` and ``critic``: None without such a service; ``episodes``: None if
+    a rollout is one answer."""
 
     generators: Sequence[GeneratorSpec]
     learner: LearnerSpec
     reward: RewardSpec
     reference: ReferenceSpec | None = None
     critic: CriticSpec | None = None
+    episodes: EpisodeSpec | None = None
 
     @property
     def annotators(self) -> list[AnnotatorSpec]:
@@ -153,6 +156,9 @@ def parts_of(specs: Specs, cluster: ClusterConfig) -> list[Part]:
         for spec in specs.annotators
         for i in range(spec.settings.workers)
     ]
+    playing = specs.episodes
+    if playing is not None:
+        workers += [Part(f"{playing.kind}-{i}", playing.kind, 0.0, 0.0) for i in range(playing.settings.workers)]
     parts = [*ranks, *workers]
     labelled = [replace(part, labels=cluster.labels_for(part.kind)) for part in parts]
     generators = [generator_part(spec, cluster) for spec in specs.generators]
@@ -236,9 +242,9 @@ def _of_ranks(ranks: Sequence[Part]) -> list[DeviceGroup]:
 
 def _apart(placement: str, parts: Sequence[Part]) -> Plan:
     """Separate or interleave. A reward worker without resource requests gets a device only under interleave."""
-    rewards = [p for p in parts if p.kind in ("reward", "reference", "critic")]
+    rewards = [p for p in parts if p.kind in ("reward", "reference", "critic", "episode")]
     if placement == "interleave":
-        rewards = [p if p.gpus else replace(p, cpus=max(1.0, p.cpus)) for p in rewards]
+        rewards = [p if p.gpus or p.kind == "episode" else replace(p, cpus=max(1.0, p.cpus)) for p in rewards]
     seated = [p for p in rewards if p.cpus or p.gpus]
     generators = [p for p in parts if p.kind == "generator"]
     groups = _of_ranks([p for p in parts if p.kind == "learner"])
@@ -259,7 +265,8 @@ def _flatten(parts: Sequence[Part]) -> Plan:
     ranks = [p for p in parts if p.kind == "learner"]
     generators = {p.name for p in parts if p.kind == "generator"}
     groups = _groups(
-        (p for p in parts if p.kind != "learner" and (p.kind != "reward" or p.cpus or p.gpus)), spread=True
+        (p for p in parts if p.kind != "learner" and (p.kind not in ("reward", "episode") or p.cpus or p.gpus)),
+        spread=True,
     )
     on_gpu = ranks[0].gpus > 0
     devices = [

@@ -125,13 +125,22 @@ class RayGenerator(RayPart[GeneratorWorker]):
             self.hear([collected.spans], sent)
         return located(collected, rollouts, next(iter(chunks), None), asyncio.get_running_loop().time())
 
+    async def submit_turns(self, turns: Sequence[Payload]) -> None:
+        addresses, bundles = addressed(turns)
+        self._submitted.append(self.actor.turns.remote(addresses, *bundles))
+
     async def generate(self, items: Sequence[GenerationRequest]) -> list[Rollout]:
         ids = [item.rollout_id for item in items]
-        return await within(LONG_SECONDS, self.name, "generate", self._answers(items, ids), ids)
-
-    async def _answers(self, items: Sequence[GenerationRequest], ids: Sequence[int]) -> list[Rollout]:
-        """Ask repeatedly, so that the replica's progress (``beat``) is known."""
         await self.call(LONG_SECONDS, GeneratorWorker.submit, items)
+        return await within(LONG_SECONDS, self.name, "generate", self._answers(ids), ids)
+
+    async def generate_turn(self, rollout_id: int, turn: Payload) -> list[Rollout]:
+        addresses, bundles = addressed([turn])
+        await ask(self.name, self.actor.turns.remote(addresses, *bundles), LONG_SECONDS, "submit")
+        return await within(LONG_SECONDS, self.name, "generate", self._answers([rollout_id]), [rollout_id])
+
+    async def _answers(self, ids: Sequence[int]) -> list[Rollout]:
+        """Ask repeatedly, so that the replica's progress (``beat``) is known."""
         while True:
             found, self.beat = await ask(self.name, self.actor.answers.remote(ids), LONG_SECONDS, "answers")
             if found is not None:

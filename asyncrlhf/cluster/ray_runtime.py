@@ -16,15 +16,17 @@ from typing import Any
 import ray
 
 from asyncrlhf.actors.annotator import AnnotatorSpec
+from asyncrlhf.actors.episodes import EpisodeSpec
 from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.messages import RolloutBundle, resolved
 from asyncrlhf.actors.where import available_cores, keep_to, split_cores
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker
-from asyncrlhf.cluster.handles import LONG_SECONDS, AnnotatorHandle, GeneratorHandle, Runtime
+from asyncrlhf.cluster.handles import LONG_SECONDS, AnnotatorHandle, EpisodesHandle, GeneratorHandle, Runtime
 from asyncrlhf.cluster.nodes import this_machine
 from asyncrlhf.cluster.own_ray import MALLOC, OwnRay, give_back, init, is_kept, lend, shut_down
 from asyncrlhf.cluster.placement import Plan, Specs, first_turn, generator_part, make_plan, parts_of
 from asyncrlhf.cluster.ray_calls import ask
+from asyncrlhf.cluster.ray_episodes import RayEpisodes
 from asyncrlhf.cluster.ray_handles import RayAnnotator, RayGenerator, RayLearner, addressed
 from asyncrlhf.cluster.ray_placement import Placer, free_in_ray, knock, ray_nodes, wait_for_true_nodes
 from asyncrlhf.cluster.ray_records import RayRecords
@@ -63,7 +65,7 @@ class RayRuntime(Runtime):
         self._epoch = 0
         self.sharing = frozenset()
         self.tell = lambda text: None
-        self.generators, self.rewards, self.references, self.critics = [], [], [], []
+        self.generators, self.rewards, self.references, self.critics, self.episodes = [], [], [], [], []
         self.learner: RayLearner
 
     @property
@@ -125,12 +127,13 @@ class RayRuntime(Runtime):
         self.learner = self._learner()
         asked = (self._specs.reward, self._specs.reference, self._specs.critic)
         self.rewards, self.references, self.critics = map(self._annotators, asked)
+        self.episodes = self._episodes(self._specs.episodes)
         first: list[Any] = [self.learner]
         if plan.sharing and self._specs.learner.offloads:
             await self._until_ready(first)
             self._specs, first = await first_turn(self.learner, self._specs, plan.sharing, plan.crowd), []
         self.generators = [self._generator(spec) for spec in self._specs.generators]
-        parts = [*first, *self.rewards, *self.references, *self.critics, *self.generators]
+        parts = [*first, *self.rewards, *self.references, *self.critics, *self.episodes, *self.generators]
         await self._until_ready(parts)
         if nodes > 1:
             await self._check_run_dir()
@@ -192,6 +195,16 @@ class RayRuntime(Runtime):
             workers.append(worker)
         return workers
 
+    def _episodes(self, spec: EpisodeSpec | None) -> list[EpisodesHandle]:
+        if spec is None:
+            return []
+        names = [f"{spec.kind}-{i}" for i in range(spec.settings.workers)]
+        seconds = self._cluster.start_timeout_seconds
+        workers = [RayEpisodes(spec, i, self._placer.options(name), seconds) for i, name in enumerate(names)]
+        for worker in workers:
+            worker.renew = self._renewed
+        return [*workers]
+
     def _generator(self, spec: GeneratorSpec) -> RayGenerator:
         fresh = RayGenerator(spec, self._placer.options(spec.name), self._cluster.start_timeout_seconds)
         fresh.told = self.told
@@ -207,7 +220,7 @@ class RayRuntime(Runtime):
             )
 
     def parts(self) -> Sequence[Any]:
-        return [*self.generators, *self.rewards, *self.references, *self.critics, *self.learner.ranks]
+        return [*self.generators, *self.rewards, *self.references, *self.critics, *self.episodes, *self.learner.ranks]
 
     async def connect(self, receivers: Sequence[GeneratorHandle], workers: int = 0) -> int:
         """Raises LostReceiversError naming those that died or hung: it waits for all others, but not for them."""
@@ -320,7 +333,7 @@ class RayRuntime(Runtime):
     async def close(self) -> None:
         if not ray.is_initialized():
             return
-        services: list[Any] = [*self.rewards, *self.references, *self.critics]
+        services: list[Any] = [*self.rewards, *self.references, *self.critics, *self.episodes]
         parts = [*self.generators, *services, *([self.learner] if hasattr(self, "learner") else [])]
         try:
             await asyncio.gather(*(part.close() for part in parts), return_exceptions=True)

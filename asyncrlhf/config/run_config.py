@@ -13,6 +13,7 @@ from asyncrlhf.config.sweep_config import SweepConfig
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.data.number_formats import AUTO, suits_bfloat16
 from asyncrlhf.engines.generator_config import GeneratorConfig, replica_kinds
+from asyncrlhf.episodes.episode_config import EpisodeConfig
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
 from asyncrlhf.learner.settings.learner_config import CriticConfig, LearnerConfig, ReferenceConfig
 from asyncrlhf.rewards.reward_config import FusionConfig, RewardConfig
@@ -89,6 +90,7 @@ class RunConfig:
     learner: LearnerConfig = group(LearnerConfig, "The learner: backend, ranks, optimizer, memory.")
     weights: WeightsConfig = group(WeightsConfig, "How weights travel from learner to generators.")
     buffer: BufferConfig = group(BufferConfig, "The buffer of finished rollouts, and how often each is trained.")
+    episode: EpisodeConfig = group(EpisodeConfig, "Tools and environments, with which a rollout has several turns.")
     reward: RewardConfig = group(RewardConfig, "Where rewards come from.")
     fusion: FusionConfig = group(FusionConfig, "How scoring is fused with generation.")
     reference: ReferenceConfig = group(ReferenceConfig, "Where the frozen reference model runs, if needed.")
@@ -199,6 +201,7 @@ def check_agreement(config: RunConfig) -> None:
     _check_adapter(config)
     _check_pipeline(config)
     _check_routes(config)
+    _check_episodes(config)
     _check_runtime(config)
     check_sharing(config)
 
@@ -289,6 +292,25 @@ def _check_routes(config: RunConfig) -> None:
                 "them; allowed: engine=hf, or engine=vllm on GPUs with prefix caching, without pipeline stages and "
                 "stop texts.",
             )
+
+
+def _check_episodes(config: RunConfig) -> None:
+    scored = any(part.kind == "environment" for part in config.reward.sources.values())
+    check(
+        not scored or config.episode.used,
+        "reward.kind=environment takes the reward that an environment gives; allowed: with episode.environment.",
+    )
+    if not config.episode.used:
+        return
+    check(
+        not config.learner.routing_replay,
+        "learner.routing_replay=true follows the experts of one answer, not of an episode's turns; allowed: false.",
+    )
+    check(
+        not config.fusion.reads_ahead,
+        "fusion.granularity=chunk reads one answer ahead, and an episode has several turns; allowed: rollout, group or "
+        "batch.",
+    )
 
 
 def _check_runtime(config: RunConfig) -> None:

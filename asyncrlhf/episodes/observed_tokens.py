@@ -39,8 +39,8 @@ class ObservedTokens:
             for number, token in added.items()
             if token.special or (token.content.strip() and token.content in written)
         }
-        # What stands for unknown characters is no control token, unless it is also one.
-        unknown = {tokenizer.unk_token} - {tokenizer.bos_token, tokenizer.eos_token}
+        # What stands for the characters that a small vocabulary lacks is no control token, unless it is also one.
+        unknown = {tokenizer.unk_token} - {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token}
         self._numbers = frozenset(number for name, number in self._control.items() if name not in unknown)
         longest_first = sorted(self._control, key=len, reverse=True)
         self._names = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

@@ -6,6 +6,8 @@
                                                                           a finished rollout (replica)
     collect (each    finished rollouts of its replica                     the replica
       replica)
+    serve (each      turns that episodes want sampled, ended episodes     the episode worker
+      episode worker)
     serve (each      finished rollouts: reward workers those that         collect; WeightPublisher (a critic's version)
       reward, refe-  fusion lets through, critic workers those whose
       rence, critic  critic is published
@@ -59,6 +61,7 @@ from asyncrlhf.orchestrator.rollouts.annotate import Annotator, Collector, Refer
 from asyncrlhf.orchestrator.rollouts.assembly import Assembly
 from asyncrlhf.orchestrator.rollouts.critics import Critics, CriticVersions
 from asyncrlhf.orchestrator.rollouts.dispatch import Dispatcher
+from asyncrlhf.orchestrator.rollouts.episodes import Episodes
 from asyncrlhf.orchestrator.rollouts.heldout import HeldOut
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.orchestrator.supervisor import Supervisor
@@ -130,6 +133,8 @@ class Controller:
             view,
         )  # fmt: skip
         self._annotators: list[Annotator] = []
+        self._heldout = heldout
+        self._episodes: Episodes | None = None
         self.supervisor = Supervisor(self.state, runtime, self._publisher, self._annotators, self._bookkeeping.waits)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._ended: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
@@ -188,7 +193,13 @@ class Controller:
             Critics(self.state, self._assembly, self._runtime.critics, self._critic_versions),
         )
         self._annotators += [annotator for annotator in kinds if annotator.workers]
-        collector = Collector(self.state, self._assembly, self._annotators)
+        if self._runtime.episodes:
+            self._episodes = Episodes(self.state, self._runtime, self._assembly, self._annotators)
+            self._heldout.play = self._episodes.answer
+            for number, worker in enumerate(self._runtime.episodes):
+                self._spawn(self._episodes.serve(worker), f"episodes {number}")
+        turned = None if self._episodes is None else self._episodes.turned
+        collector = Collector(self.state, self._assembly, self._annotators, turned)
 
         def collect(replica: Replica) -> None:
             self._spawn(collector.collect(replica), f"collect {replica.name}")
@@ -227,7 +238,8 @@ class Controller:
         self._doing("trains")
         if any(kind.config.max_replicas for kind in replica_kinds(self.config.generator)):
             self._spawn(recovery.grow(), "growth")
-        self._spawn(Dispatcher(self.state, self._source, self._sampling).run(), "dispatch")
+        dispatcher = Dispatcher(self.state, self._source, self._sampling, self._episodes)
+        self._spawn(dispatcher.run(), "dispatch")
         for annotator in self._annotators:
             for number, worker in enumerate(annotator.workers):
                 self._spawn(annotator.serve(worker), f"{annotator.kind} {number}")
@@ -311,6 +323,8 @@ class Controller:
         """End every loop; the owner of the runtime closes its parts."""
         await self._bookkeeping.close()
         await self._publisher.close()
+        if self._episodes is not None:
+            await self._episodes.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

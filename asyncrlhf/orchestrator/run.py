@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from asyncrlhf.buffer.ledger import Ledger
 from asyncrlhf.cluster.clock import run_virtual
 from asyncrlhf.cluster.handles import within
-from asyncrlhf.cluster.parts import build_runtime, service_notes
+from asyncrlhf.cluster.parts import build_runtime, check_episodes, service_notes
 from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.unused import unused_settings
@@ -92,6 +92,7 @@ def prepare(config: RunConfig) -> Prepared:
     task = _fitting_task(config, tokenizer)
     prompts = task.heldout() or [task.train_source(config.seed).next()]
     check_prompts(config.model, tokenizer, prompts)
+    told = check_episodes(config, prompts[0])
     check_rewards(config.reward, tokenizer, lambda: task, completion, prompts[0])
     check_optimizer(config.learner)
     if config.algorithm.loss.target:
@@ -114,7 +115,7 @@ def prepare(config: RunConfig) -> Prepared:
     whole, passed_over = newest_whole(found, read)
     saved, origin = whole or (None, find_origin(config, run_dir, None))
     config, notes = fusion_in_force(config, tokenizer)
-    notes = [*passed_over, *unused_settings(config), *slow_formats(config), *notes, *service_notes(config)]
+    notes = [*passed_over, *told, *unused_settings(config), *slow_formats(config), *notes, *service_notes(config)]
     notes += checkpoint_notes(config.model, tokenizer)
     notes += filter(None, [origin.said])
     return Prepared(config, run_dir, tokenizer, task, sampling, saved, notes, origin)

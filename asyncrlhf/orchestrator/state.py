@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
+from asyncrlhf.actors.episodes import TurnWanted
 from asyncrlhf.buffer.admission import Gate
 from asyncrlhf.buffer.ledger import Ledger
 from asyncrlhf.buffer.replay import ReplayBuffer
@@ -109,6 +110,18 @@ class Groups(dict[int, GroupInProgress]):
 
 
 @dataclass
+class EpisodeTable:
+    """The episodes under way by rollout id: the worker that plays each (``at``), the turn that it waits for
+    (``wanted``), and the replica that sampled its turn before (``last``). Empty if a rollout is one answer.
+    ``call_off``: give episodes up."""
+
+    at: dict[int, str] = field(default_factory=dict)
+    wanted: dict[int, TurnWanted] = field(default_factory=dict)
+    last: dict[int, str] = field(default_factory=dict)
+    call_off: Callable[[Collection[int]], None] = lambda rollout_ids: None
+
+
+@dataclass
 class RunState:
     """Owned by the controller and passed to every loop; no loop keeps other state that must survive.
 
@@ -127,7 +140,8 @@ class RunState:
     journal: Journal = field(default_factory=Journal)
     replicas: list[Replica] = field(default_factory=list)
     groups: Groups = field(default_factory=Groups)
-    requeue: deque[int] = field(default_factory=deque)  # rollout ids to be sampled again
+    requeue: deque[int] = field(default_factory=deque)  # rollout ids to be sampled again, or an episode's next turn
+    episodes: EpisodeTable = field(default_factory=EpisodeTable)
     dead: asyncio.Queue[Replica] = field(default_factory=asyncio.Queue)  # to be started again
     version: int = 0
     saved_version: int = 0  # of the newest checkpoint; 0 also without one
@@ -218,7 +232,8 @@ class RunState:
         replica.in_flight.clear()
         self.journal.note("died", replica=replica.name, reason=str(error))
         for rollout_id in lost:
-            self.ledger.requeue(rollout_id)
+            if rollout_id not in self.episodes.wanted:  # else its turn is sampled again, and its episode goes on
+                self.ledger.requeue(rollout_id)
             self.requeue.append(rollout_id)
         self.message(f"{replica.name} died; its {len(lost)} rollouts are issued again. Cause: {error}")
         self.dead.put_nowait(replica)

@@ -233,6 +233,8 @@ class Supervisor:
                 yield f"{len(queued)} rollouts wait for a {annotator.title}{_some(queued)}."
         if self.publisher.busy:
             yield f"The publisher waits for {self.publisher.waiting_for or 'a replica'}."
+        if playing := len(state.episodes.at) - len(state.episodes.wanted):
+            yield f"{playing} episodes wait for their environment."
         if state.requeue:
             yield f"{len(state.requeue)} rollouts wait to be issued again{_some(list(state.requeue))}."
 
@@ -255,7 +257,7 @@ class Supervisor:
         }
 
     def _annotating(self) -> list[Any]:
-        return [worker for annotator in self.annotators for worker in annotator.workers]
+        return [*(worker for annotator in self.annotators for worker in annotator.workers), *self.runtime.episodes]
 
 
 def _in_flight(ids: list[int]) -> str:

@@ -9,7 +9,15 @@ import transformers
 
 from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.rewards.model_thread import ModelThread
-from asyncrlhf.rewards.reward import FunctionSource, LengthSource, RewardSource, Scorer, WeightedSource, task_reward
+from asyncrlhf.rewards.reward import (
+    EnvironmentSource,
+    FunctionSource,
+    LengthSource,
+    RewardSource,
+    Scorer,
+    WeightedSource,
+    task_reward,
+)
 from asyncrlhf.rewards.reward_config import RewardConfig, RewardPart
 from asyncrlhf.tasks.task import Task
 from asyncrlhf.types import Prompt, Rollout
@@ -73,6 +81,8 @@ def _build(
         return FunctionSource(task_reward(task()), config.timeout_seconds)
     if part.kind == "length":
         return LengthSource()
+    if part.kind == "environment":
+        return EnvironmentSource()
     if part.kind == "python":
         from asyncrlhf.rewards.sandbox import SandboxSource
 

@@ -146,7 +146,7 @@ class SandboxConfig:
 
 
 GRANULARITIES = ("batch", "group", "rollout", "chunk")
-KINDS = ("task", "python", "model", "judge", "http")
+KINDS = ("task", "python", "model", "judge", "http", "environment")
 NORMALIZATIONS = ("none", "running", "batch", "group")
 # Annotation.parts uses these names for the penalties, so no user-defined part may have them.
 PENALTIES = ("missing_eos", "overlong")
@@ -188,7 +188,7 @@ class RewardConfig:
     kind: str = setting(
         "task",
         "Where rewards come from: the task's own rule, the function that target names, a reward model, a generative "
-        "judge, a remote endpoint, or the weighted sum of parts.",
+        "judge, a remote endpoint, an episode's environment, or the weighted sum of parts.",
         choices=(*KINDS, "sum"),
         common=True,
     )

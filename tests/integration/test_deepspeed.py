@@ -83,6 +83,7 @@ def alone() -> list[dict[str, float]]:
     return curve(build(), batches())
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_ranks_make_the_curve_of_one_plain_rank(
     two_ranks: list[dict[Any, Any]], alone: list[dict[str, float]], folder: Path, stage: int
@@ -103,6 +104,7 @@ def test_two_ranks_make_the_curve_of_one_plain_rank(
         assert np.array_equal(first, second) and np.isfinite(first).all()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", SHORT)
 def test_other_algorithms_and_places_too(two_ranks: list[dict[Any, Any]], name: str) -> None:
     expected = curve(build(algorithm=SHORT[name][0]), batches(SHORT_STEPS))
@@ -110,6 +112,7 @@ def test_other_algorithms_and_places_too(two_ranks: list[dict[Any, Any]], name: 
         assert_curve(rank[name], expected, rtol=2e-3, atol=2e-4)
 
 
+@pytest.mark.more
 def test_shards_of_other_ranks_or_another_layout_are_refused(two_ranks: list[dict[Any, Any]], folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"those of learner\.ranks=2; they cannot be read with learner\.ranks=1"):
         build(backend="deepspeed", zero_stage=2).load(folder / "2")

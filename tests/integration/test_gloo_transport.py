@@ -202,6 +202,7 @@ def test_who_joins_during_a_transfer_is_in_the_next_group(make_cluster: Any) -> 
     check_delivery(cluster, 2, ["g0", "g1"])
 
 
+@pytest.mark.more
 def test_receivers_that_never_come_are_named(make_cluster: Any) -> None:
     cluster = make_cluster(["g0", "g1"], timeout_seconds=4.0)
     cluster.connect(["g0", "g1"], 0)

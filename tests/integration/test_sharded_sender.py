@@ -125,6 +125,7 @@ def publishing_all(rank: int, ranks: int) -> dict[str, dict[str, Any]]:
     return {name: publishing(rank, ranks, name, checksum=name == "fsdp2") for name in CASES}
 
 
+@pytest.mark.more
 def test_a_step_ends_while_a_receiver_is_held_back_and_it_gets_the_old_version() -> None:
     ranks = run_ranks(publishing_all, 2, 2)
     for name in CASES:

@@ -88,7 +88,6 @@ def record(folder: Path) -> tuple[Path, dict[str, Any]]:
     return file.parent, {job["name"]: job for job in json.loads(file.read_text())["jobs"]}
 
 
-@pytest.mark.more
 def test_two_jobs_end_in_a_report_whose_sentence_is_that_of_the_raw_records(here: Path) -> None:
     counted = 'logging.sinks=["mine:Counted"]'
     done = sweep(here, "async.lag=0,2", "reward.target=mine:length", "seeds=2", "sweep.jobs=1", counted)
@@ -120,6 +119,7 @@ def test_two_jobs_end_in_a_report_whose_sentence_is_that_of_the_raw_records(here
     assert "Quality against staleness" in page and sentences(results)[0].split(":")[0] in page
 
 
+@pytest.mark.more
 def test_jobs_that_fail_die_or_are_interrupted_stop_no_other_and_alone_are_run_again(here: Path) -> None:
     choices = ("reward.target=mine:length,mine:fails,mine:killed,mine:interrupted", "seeds=1", "sweep.jobs=1")
     first = sweep(here, *choices)

@@ -219,6 +219,7 @@ class LearnLoop:
 
     def _forget(self, ids: Collection[int]) -> None:
         state = self.state
+        state.episodes.call_off(ids)
         for replica in state.replicas if ids else ():
             mine = sorted(replica.in_flight.intersection(ids))
             if mine:

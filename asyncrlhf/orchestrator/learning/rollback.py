@@ -181,6 +181,7 @@ class Rollback:
         state, elapsed = self.state, self.state.elapsed
         saved = await completed(saved, state.config, self.runtime, state.progressed)
         telling = []
+        state.episodes.call_off([i for i in state.episodes.at if i >= 0])
         for replica in (r for r in state.replicas if r.alive):
             held = sorted(replica.in_flight)
             for rollout_id in held:

@@ -278,7 +278,8 @@ class WeightPublisher:
         state = self._state
         held = min((r.version for r in state.replicas if r.alive), default=-1)
         nothing_due = held < 0 or state.gate.room(held) < state.config.num_generations
-        return nothing_due and not state.requeue and not any(r.in_flight for r in state.replicas)
+        under_way = state.requeue or state.episodes.at or any(r.in_flight for r in state.replicas)
+        return nothing_due and not under_way
 
     async def rejoin(self, replica: Replica) -> None:
         """Load the others' version on a restarted replica; its death meanwhile is reported like any other. If the

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from asyncrlhf.actors.messages import Collected
 from asyncrlhf.cluster.handles import AnnotatorHandle, WorkerLostError
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.orchestrator.rollouts.assembly import Assembly
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.readahead.owners import ChunkInfo, ReadTotals
-from asyncrlhf.types import Annotation, Payload, RolloutInfo
+from asyncrlhf.types import Annotation, GenerationFailure, Payload, RolloutInfo
 
 DEATHS_ALLOWED = 1  # calls with a rollout that end with the worker's death; with one more, the rollout has failed
 CALL_ROLLOUTS = 64  # in one call outside the queues, so that no call is longer than its deadline
@@ -272,6 +273,7 @@ class Collector:
     state: RunState
     assembly: Assembly
     annotators: Sequence[Annotator]
+    turned: Callable[[Sequence[RolloutInfo], Sequence[GenerationFailure]], None] | None = None  # of episodes' turns
 
     async def collect(self, replica: Replica) -> None:
         """Collect the finished rollouts of one replica until the replica is lost."""
@@ -282,6 +284,9 @@ class Collector:
                 return  # buried as hanging, and back before its end: what it held is issued again already
             replica.busy_seconds = busy_before + collected.busy_seconds
             replica.tokens = tokens_before + collected.tokens
+            if self.turned is not None:
+                self._turns(replica, collected)
+                continue
             for failure in collected.failed:
                 replica.end(failure.rollout_id, self.state.now(), finished=False)
                 group = self.state.groups.get(failure.rollout_id // self.state.config.num_generations)
@@ -297,6 +302,19 @@ class Collector:
             if collected.finished or collected.failed:
                 emptied = () if replica.in_flight else (self.state.emptied,)
                 self.state.touch(replica, self.state.queue, *emptied)
+
+    def _turns(self, replica: Replica, collected: Collected) -> None:
+        """Pass turns of episodes on. One that the replica does not hold any more was issued again, or given up."""
+        assert self.turned is not None
+        finished = [info for info in collected.finished if info.rollout_id in replica.in_flight]
+        failed = [failure for failure in collected.failed if failure.rollout_id in replica.in_flight]
+        for info in finished:
+            replica.end(info.rollout_id, self.state.now(), finished=True)
+        for failure in failed:
+            replica.end(failure.rollout_id, self.state.now(), finished=False)
+        self.turned(finished, failed)
+        if finished or failed:
+            self.state.touch(replica, *(() if replica.in_flight else (self.state.emptied,)))
 
 
 async def annotate(

@@ -4,14 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from dataclasses import dataclass, field
 
 from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.orchestrator.replicas.pacing import Pacing
+from asyncrlhf.orchestrator.rollouts.episodes import Episodes
 from asyncrlhf.orchestrator.state import GroupInProgress, Replica, RunState
-from asyncrlhf.types import GenerationRequest, Prompt, SamplingParams
+from asyncrlhf.types import GenerationRequest, Payload, Prompt, SamplingParams
 
 FIRST_PROBE_ID = -(2**40)  # far below the ids of evaluations, which count down from -1
-Plan = dict[str, tuple[Replica, list[GenerationRequest]]]  # by the replica's name
+
+
+@dataclass
+class Work:
+    """What one replica is given: rollouts, and turns of episodes."""
+
+    replica: Replica
+    items: list[GenerationRequest] = field(default_factory=list)
+    turns: list[Payload] = field(default_factory=list)
+
+    async def submit(self) -> None:
+        if self.items:
+            await self.replica.handle.submit(self.items)
+        if self.turns:
+            await self.replica.handle.submit_turns(self.turns)
+
+
+@dataclass
+class Plan:
+    """The work by the replica's name, and episodes that begin."""
+
+    work: dict[str, Work] = field(default_factory=dict)
+    episodes: list[GenerationRequest] = field(default_factory=list)
+
+    def of(self, replica: Replica) -> Work:
+        return self.work.setdefault(replica.name, Work(replica))
 
 
 def request_seed(seed: int, rollout_id: int) -> int:
@@ -21,10 +48,14 @@ def request_seed(seed: int, rollout_id: int) -> int:
 
 
 class Dispatcher:
-    """Starts groups when the gate, the buffer and a replica have room, and issues a dead replica's rollouts again."""
+    """Starts groups when the gate, the buffer and a replica have room, and issues a dead replica's rollouts again.
+    With ``episodes`` a rollout begins there, and its turns come back to be sampled."""
 
-    def __init__(self, state: RunState, source: PromptSource, sampling: SamplingParams) -> None:
+    def __init__(
+        self, state: RunState, source: PromptSource, sampling: SamplingParams, episodes: Episodes | None = None
+    ) -> None:
         self._state = state
+        self._episodes = episodes
         self._source = source
         self._sampling = sampling
         self._pacing = Pacing(state, self._probe)
@@ -38,14 +69,16 @@ class Dispatcher:
             while True:
                 seen = room.count
                 plan = self._plan()
-                await asyncio.gather(*(self._state.heard(r, r.handle.submit(items)) for r, items in plan.values()))
+                if self._episodes is not None:
+                    self._episodes.begin(plan.episodes)
+                await asyncio.gather(*(self._state.heard(w.replica, w.submit()) for w in plan.work.values()))
                 await room.wait_past(seen)
         finally:
             self._pacing.close()
 
     def _plan(self) -> Plan:
         """Admit all groups that have room now; returns the work by replica, which the ledger already records."""
-        plan: Plan = {}
+        plan = Plan()
         self._pacing.look()
         if self._state.stopping and not self._state.scheduled:
             return plan  # a schedule is completed anyway: a resume could not replace the lost version
@@ -58,20 +91,26 @@ class Dispatcher:
 
     def _plan_requeued(self, plan: Plan) -> None:
         """Assign the rollouts of dead replicas before any new group."""
-        requeue = self._state.requeue
+        requeue, table = self._state.requeue, self._state.episodes
         for _ in range(len(requeue)):
             rollout_id = requeue.popleft()
             group = self._state.groups[rollout_id // self._state.config.num_generations]
-            replica = self._choose_again(group.version)
+            if self._episodes is not None and rollout_id not in table.wanted:
+                plan.episodes.append(self._request(rollout_id, group.group_id, group.prompt))
+                continue
+            replica = self._choose_again(group.version, table.last.get(rollout_id, ""))
             if replica is None:
                 requeue.append(rollout_id)  # a full rotation restores their order
             else:
                 self._assign(replica, rollout_id, group.group_id, group.prompt, plan)
 
-    def _choose_again(self, version: int) -> Replica | None:
+    def _choose_again(self, version: int, last: str = "") -> Replica | None:
         """A replica for a rollout that is issued again: it must hold ``version`` or a newer one, and exactly
-        ``version`` in the scheduled modes."""
+        ``version`` in the scheduled modes. ``last``, if free, may have the episode's turns before in its cache."""
         if not self._state.scheduled:
+            same = next((r for r in self._state.replicas if r.name == last), None)
+            if same is not None and same.takes_work and same.free_slots > 0 and same.version >= version:
+                return same
             chosen = self._pacing.choose(1)
             if chosen is None or chosen.version >= version:
                 return chosen
@@ -82,8 +121,11 @@ class Dispatcher:
         return max(able, key=lambda r: r.free_slots, default=None)
 
     def _has_room(self, replica: Replica) -> bool:
-        size = self._state.config.num_generations
-        return self._state.gate.room(replica.version) >= size and self._state.buffer.free >= size
+        state, size = self._state, self._state.config.num_generations
+        most = state.config.episode.concurrency
+        if most and len(state.episodes.at) + size > max(most, size):
+            return False
+        return state.gate.room(replica.version) >= size and state.buffer.free >= size
 
     def _choose(self) -> Replica | None:
         """The replica with most free slots among those that can finish in time. In the scheduled modes groups go round
@@ -108,15 +150,25 @@ class Dispatcher:
         )
         for rollout_id in ids:
             state.ledger.admit(rollout_id, group_id, prompt, now)
+        if self._episodes is not None:
+            plan.episodes += [self._request(rollout_id, group_id, prompt) for rollout_id in ids]
+            return
         for rollout_id in ids:
             self._assign(replica, rollout_id, group_id, prompt, plan)
 
-    def _assign(self, replica: Replica, rollout_id: int, group_id: int, prompt: Prompt, plan: Plan) -> None:
+    def _request(self, rollout_id: int, group_id: int, prompt: Prompt) -> GenerationRequest:
         seed = request_seed(self._state.config.seed, rollout_id)
-        request = GenerationRequest(rollout_id, group_id, prompt, seed, self._sampling, self._state.epoch)
-        self._state.ledger.start(rollout_id, replica.name, replica.version)
-        replica.begin(rollout_id, self._state.now(), self._state.version - replica.version)
-        plan.setdefault(replica.name, (replica, []))[1].append(request)
+        return GenerationRequest(rollout_id, group_id, prompt, seed, self._sampling, self._state.epoch)
+
+    def _assign(self, replica: Replica, rollout_id: int, group_id: int, prompt: Prompt, plan: Plan) -> None:
+        """Give the replica the rollout, or the turn of it that its episode waits for."""
+        state, turn = self._state, self._state.episodes.wanted.get(rollout_id)
+        if turn is None:
+            plan.of(replica).items.append(self._request(rollout_id, group_id, prompt))
+            state.ledger.start(rollout_id, replica.name, replica.version)
+        else:  # its episode has begun
+            plan.of(replica).turns.append(turn.payload)
+        replica.begin(rollout_id, state.now(), state.version - replica.version)
 
     async def _probe(self, replica: Replica) -> bool:
         """Sample one rollout outside of the ledger, as an evaluation does: no loop waits for it and it never trains."""

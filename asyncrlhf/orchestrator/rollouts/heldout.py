@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import comb
 from typing import TYPE_CHECKING, Any
@@ -68,6 +68,7 @@ class HeldOut:
         temperature = self._settings.temperature
         self._sampling = replace(sampling, temperature=temperature, top_p=1.0, top_k=0, min_p=0.0)
         self._runtime = runtime
+        self.play: Callable[[Sequence[GenerationRequest]], Awaitable[list[Rollout]]] | None = None  # of episodes
         self._ids = itertools.count(-1, -1)
         asked = [(name, i, p) for name, own in {OWN: prompts, **(sets or {})}.items() for i, p in enumerate(own)]
         each = range(self._settings.num_generations)
@@ -82,6 +83,8 @@ class HeldOut:
         by_id: dict[int, Question] = {}
         rollouts: list[Rollout] = []
         left = self._questions
+        if self.play is not None and left:
+            rollouts, left = await self.play(self._requests(left, by_id)), []
         while left:
             await state.changed.wait_for(lambda: _able(state.replicas))
             able = (_able(replicas) or _able(state.replicas))[: len(left)]

@@ -118,6 +118,7 @@ def test_a_worker_without_a_server_is_run_by_the_interpreter(folder: Path) -> No
     assert facts["pid"] == facts["started"] and facts["GIVEN"] == "by the caller"
 
 
+@pytest.mark.more
 def test_the_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     code = (
         "from asyncrlhf.cluster.forked_workers import ForkedWorkers; import os, signal; w = ForkedWorkers();"

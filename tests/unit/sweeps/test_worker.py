@@ -22,6 +22,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("number", "forks"), [(signal.SIGTERM, False), (signal.SIGKILL, True)])
 def test_a_worker_ends_with_its_driver_however_that_ends(tmp_path: Path, number: signal.Signals, forks: bool) -> None:
     """A second command would run the job again beside an orphan, in the same folder."""

@@ -1,0 +1,151 @@
+"""The worker that plays episodes: its spec, the news that it sends to the controller, and the Ray actor around it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeVar
+
+from asyncrlhf.actors.messages import Address, RolloutBundle, resolved
+from asyncrlhf.actors.part import PartActor
+from asyncrlhf.actors.worker import describe
+from asyncrlhf.data.data_config import ModelConfig, TaskConfig
+from asyncrlhf.episodes.conversation import Conversation
+from asyncrlhf.episodes.driver import Driver
+from asyncrlhf.episodes.episode_config import EpisodeConfig
+from asyncrlhf.episodes.worker import EpisodeWorker
+from asyncrlhf.episodes.world import World
+from asyncrlhf.errors import ReplicaError
+from asyncrlhf.models.checkpoint_folder import context_length, load_tokenizer
+from asyncrlhf.records.write.spans import SpanBatch
+from asyncrlhf.tasks.task import PromptEncoder
+from asyncrlhf.types import GenerationFailure, GenerationRequest, Payload, Rollout, RolloutInfo
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class EpisodeSpec:
+    """Everything that a worker needs to start on any machine."""
+
+    settings: EpisodeConfig
+    task: TaskConfig
+    model: ModelConfig
+    stall_seconds: float = 600.0  # without progress, after which the run counts as stalled
+    max_restarts: int = 0
+
+    kind: ClassVar[str] = "episode"
+
+    def build(self, name: str, inline: bool) -> EpisodeWorker:
+        """``inline``: functions run in place, on a virtual clock. Raises ConfigError for settings that do not work."""
+        return EpisodeWorker(name, self.driver(inline))
+
+    def driver(self, inline: bool) -> Driver:
+        tokenizer = load_tokenizer(self.model)
+        task = self.task
+        talk = Conversation(
+            tokenizer,
+            special_in_observed=self.settings.special_in_observed,  # type: ignore[arg-type]
+            template_kwargs=task.chat_template_kwargs,
+        )
+        return Driver(
+            self.settings,
+            World(self.settings, inline),
+            talk,
+            PromptEncoder(tokenizer, task),
+            context_length(self.model),
+            task.system_prompt,
+            task.chat_template,
+        )
+
+
+@dataclass(frozen=True)
+class TurnWanted:
+    """A turn that an episode waits for; its request, with ``tokens`` of context, lies behind ``payload``."""
+
+    rollout_id: int
+    tag: int
+    tokens: int
+    payload: Payload
+
+
+@dataclass(frozen=True)
+class EpisodeNews:
+    """What became of a worker's episodes since its last answer. ``playing``: those whose environment is at work."""
+
+    wanted: list[TurnWanted] = field(default_factory=list)
+    finished: list[RolloutInfo] = field(default_factory=list)
+    failed: list[GenerationFailure] = field(default_factory=list)
+    playing: int = 0
+
+
+def news_of(worker: EpisodeWorker) -> tuple[EpisodeNews, list[GenerationRequest], RolloutBundle]:
+    """The facts, and the bundles for their payloads (:func:`told`)."""
+    requests, rollouts, failed = worker.take()
+    wanted = [TurnWanted(r.rollout_id, r.tag, len(r.prompt_ids), Payload(None, i)) for i, r in enumerate(requests)]
+    return EpisodeNews(wanted, describe(rollouts), failed, worker.playing), requests, RolloutBundle(rollouts)
+
+
+def told(news: EpisodeNews, requests: Any, rollouts: Any, now: float) -> EpisodeNews:
+    """``news`` with the places of requests and rollouts, and the time by the caller's clock."""
+    for info in news.finished:
+        info.payload, info.generated_at = Payload(rollouts, info.payload.index), now
+    wanted = [replace(turn, payload=Payload(requests, turn.payload.index)) for turn in news.wanted]
+    return replace(news, wanted=wanted)
+
+
+class EpisodeActor(PartActor):
+    """One thread runs the asyncio loop of the episodes; calls of other threads reach the worker there."""
+
+    LINGER_SECONDS = 0.01  # for turns and ends that come at the same time: a message costs both sides a millisecond
+    COLLECT_SECONDS = 10.0  # the longest wait of a collect for news
+    MOST_ABANDONED = 128  # threads with a call that does not end, after which the process is replaced
+
+    def __init__(self, spec: EpisodeSpec, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True).start()
+        self._look_seconds = min(self.COLLECT_SECONDS, spec.stall_seconds / 5)
+        driver = spec.driver(inline=False)
+        self._calls = driver.calls
+        self._worker: EpisodeWorker = self._there(_async(lambda: EpisodeWorker(name, driver)))
+
+    def _there(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of ``work`` on the episodes' loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def ping(self) -> bool:
+        """Answers if the loop does: code of the user that blocks it blocks all episodes."""
+        return self._there(_async(lambda: True))
+
+    def begin(self, requests: Sequence[GenerationRequest]) -> None:
+        self._there(_async(lambda: self._worker.begin(requests)))
+
+    def sampled(self, addresses: Sequence[Address], *bundles: Any) -> None:
+        turns: list[Rollout] = resolved(addresses, bundles)
+        self._there(_async(lambda: self._worker.sampled(turns)))
+
+    def cancel(self, rollout_ids: Sequence[int]) -> None:
+        self._there(_async(lambda: self._worker.cancel(rollout_ids)))
+
+    def collect(self) -> tuple[EpisodeNews, list[GenerationRequest], RolloutBundle]:
+        return self._there(self._collect())
+
+    async def _collect(self) -> tuple[EpisodeNews, list[GenerationRequest], RolloutBundle]:
+        try:
+            await asyncio.wait_for(self._worker.changed.wait(), self._look_seconds)
+            await asyncio.sleep(self.LINGER_SECONDS)
+        except TimeoutError:
+            pass
+        if self._calls.abandoned >= self.MOST_ABANDONED:
+            raise ReplicaError(f"{self._worker.name} has {self._calls.abandoned} calls of tools that do not end.")
+        return news_of(self._worker)
+
+    def close(self) -> list[SpanBatch]:
+        self._there(_async(self._worker.close))
+        return []
+
+
+async def _async(action: Callable[[], T]) -> T:
+    return action()

@@ -1,0 +1,271 @@
+"""One episode from its environment's reset to its end: turns are sampled, answered, and packed into one rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from asyncrlhf.episodes.conversation import Conversation
+from asyncrlhf.episodes.environment import Caller, Environment, EpisodeError, Message, Step
+from asyncrlhf.episodes.episode_config import EpisodeConfig
+from asyncrlhf.episodes.observed_tokens import ObservedTextError
+from asyncrlhf.episodes.world import World
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.tasks.task import PromptEncoder
+from asyncrlhf.types import OBSERVED, FinishReason, GenerationRequest, IntArray, Prompt, Rollout, Turn
+
+# Samples one turn after a context [n] of token ids: the request of the turn in, its tokens, log-probs and versions out.
+# All that an episode knows of generation.
+Sample = Callable[[GenerationRequest], Awaitable[Rollout]]
+CUT = " [cut off]"  # after an observation over episode.max_observation_length
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """The seed of one turn's random draws; that of the first is the rollout's own."""
+    if turn == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/turn/{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+@dataclass
+class Row:
+    """The packed row of an episode so far. Sampled tokens enter it as the engine made them, and are never decoded and
+    tokenised again."""
+
+    prompt: Prompt
+    ids: list[IntArray] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    versions: list[IntArray] = field(default_factory=list)
+    kept_ids: list[Any] = field(default_factory=list)
+    kept_counts: list[Any] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    length: int = 0  # of the response
+
+    @property
+    def context(self) -> IntArray:
+        """[P+L] the tokens that the next turn follows."""
+        return np.concatenate([self.prompt.token_ids, *self.ids])
+
+    def sampled(self, turn: Rollout) -> None:
+        start, self.length = self.length, self.length + len(turn.response_ids)
+        self.ids.append(turn.response_ids)
+        self.logprobs.append(turn.behavior_logprobs)
+        self.versions.append(turn.policy_versions)
+        self.texts.append(turn.response_text)
+        if turn.kept_counts is not None:
+            self.kept_ids.append(turn.kept_ids)
+            self.kept_counts.append(turn.kept_counts)
+        self.turns.append(Turn(start, self.length, turn.generator_id))
+
+    def observed(self, ids: IntArray, text: str) -> None:
+        count = len(ids)
+        self.length += count
+        self.ids.append(ids)
+        self.logprobs.append(np.zeros(count, np.float32))
+        self.versions.append(np.full(count, OBSERVED, np.int64))
+        self.texts.append(text)
+        if self.kept_counts:
+            self.kept_counts.append(np.zeros(count, np.int32))
+
+    def answered(self, step: Step, seconds: float) -> None:
+        """What the environment did after the last turn."""
+        told = replace(self.turns[-1], tools=step.tools, seconds=seconds, failures=step.failures, reward=step.reward)
+        self.turns[-1] = told
+
+    @property
+    def turn_rewards(self) -> list[float]:
+        return [turn.reward for turn in self.turns if turn.reward is not None]
+
+
+class Driver:
+    """Plays episodes, any number of them at a time on one asyncio loop.
+
+    ``context``: the longest text of the model, in tokens; ``chat``: whether prompts are formatted with the chat
+    template.
+    """
+
+    def __init__(
+        self,
+        config: EpisodeConfig,
+        world: World,
+        talk: Conversation,
+        encoder: PromptEncoder,
+        context: int,
+        system_prompt: str = "",
+        chat: bool = False,
+    ) -> None:
+        self._config = config
+        self._world = world
+        self._talk = talk
+        self._encode = encoder
+        self._context = context
+        self._system_prompt = system_prompt
+        self._chat = chat
+
+    @property
+    def calls(self) -> Caller:
+        return self._world.call
+
+    async def play(self, request: GenerationRequest, sample: Sample) -> Rollout:
+        """The whole episode as a rollout. Raises EpisodeError with the reason if there is none."""
+        environment: Environment | None = None
+        prompt = request.prompt
+        row = {**prompt.metadata, "prompt": prompt.messages or prompt.text, "answer": prompt.answer}
+        try:
+            environment = self._world.environment(row)
+            async with asyncio.timeout(self._config.episode_seconds) as limit:
+                begun = {**self._world.row(row), "seed": request.seed}
+                observation = await self._call("reset", environment.reset, begun)
+                packed = Row(self._opening(prompt, environment, observation))
+                try:
+                    reason = await self._turns(request, environment, packed, sample)
+                except TimeoutError:
+                    if not limit.expired() or not packed.turns:
+                        raise
+                    reason = "length"
+            reward = await self._reward(environment, packed)
+        except EpisodeError:
+            raise
+        except TimeoutError:
+            most = self._config.episode_seconds
+            raise EpisodeError(f"The episode took longer than episode.episode_seconds={most:g}.") from None
+        # An environment is the user's code, and may raise anything.
+        except Exception as error:
+            raise EpisodeError(f"The environment failed: {type(error).__name__}: {error}") from error
+        finally:
+            if environment is not None:
+                await self._close(environment)
+        return _rollout(request, packed, reason, reward)
+
+    async def _call(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await self._world.call(what, function, *arguments)
+
+    async def _close(self, environment: Environment) -> None:
+        """The episode is whole without it: an error of it changes nothing."""
+        with suppress(Exception):  # an environment is the user's code, and may raise anything
+            await self._call("close", environment.close)
+
+    def check(self, prompt: Prompt) -> list[str]:
+        """Open an episode of this prompt, without its reset. Raises ConfigError if that cannot be; returns sentences
+        about the chat template for the user."""
+        row = {**prompt.metadata, "prompt": prompt.messages or prompt.text, "answer": prompt.answer}
+        self._opening(prompt, self._world.environment(row), None)
+        return [self._talk.note] if self._talk.note else []
+
+    def _opening(self, prompt: Prompt, environment: Environment, observation: str | None) -> Prompt:
+        """The prompt with the tools' schemas and what ``reset`` told; without both it stays as it is."""
+        tools = list(environment.tools)
+        if not tools and not observation:
+            return prompt
+        told = "" if observation is None else self._cut(str(observation))
+        if prompt.messages is None and not self._chat:
+            if tools:
+                self._talk.opening(prompt.text, tools)  # refuses tools without a chat template
+                raise ConfigError("episode.tools need task.chat_template=true, or prompts that are conversations.")
+            return self._encode(prompt.prompt_id, prompt.text + told, prompt.answer, prompt.metadata)
+        messages = [dict(message) for message in prompt.messages or self._as_messages(prompt.text)]
+        if self._system_prompt and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self._system_prompt})
+        messages[-1]["content"] = str(messages[-1]["content"]) + told
+        return replace(prompt, token_ids=self._talk.opening(messages, tools), text=prompt.text + told)
+
+    def _as_messages(self, text: str) -> list[Message]:
+        return [{"role": "user", "content": text}]
+
+    async def _turns(
+        self, request: GenerationRequest, environment: Environment, row: Row, sample: Sample
+    ) -> FinishReason:
+        """Turn after turn until the environment, a limit or an answer without a call ends the episode."""
+        config, clock = self._config, asyncio.get_running_loop().time
+        most = min(request.sampling.max_completion_length, self._context - len(row.prompt.token_ids))
+        while True:
+            number, room = len(row.turns), most - row.length
+            if room < 1:
+                if not row.turns:
+                    raise EpisodeError("The prompt leaves no room for an answer in the model's context.")
+                return "length"
+            turn = await sample(self._request(request, row, number, room))
+            row.sampled(turn)
+            if turn.finish_reason == "length" and (row.length >= most or not config.max_turn_tokens):
+                return "length"
+            began = clock()
+            reply = self._talk.parse(turn.response_ids, environment.tools)
+            step = await self._call("step", environment.step, reply)
+            row.answered(step, clock() - began)
+            if step.done or (step.failures and config.on_tool_error == "end"):
+                return "stop"
+            if len(row.turns) >= config.max_turns or not self._observe(row, turn, step, most):
+                return "length"
+
+    def _observe(self, row: Row, turn: Rollout, step: Step, most: int) -> bool:
+        """Append what the model reads before its next turn; False if that leaves it no room to answer."""
+        given = step.observation
+        told = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        messages = [{**message, "content": self._cut(str(message.get("content", "")))} for message in told]
+        try:
+            ids = self._talk.suffix(turn.response_ids, messages)
+        except ObservedTextError as error:
+            row.answered(replace(step, failures=step.failures + 1), row.turns[-1].seconds)
+            messages = [{**message, "content": f"error: {error}"} for message in messages]
+            ids = self._talk.suffix(turn.response_ids, messages)
+        if row.length + len(ids) >= most:
+            return False
+        row.observed(ids, "".join(str(message["content"]) for message in messages))
+        return True
+
+    def _request(self, request: GenerationRequest, row: Row, number: int, room: int) -> GenerationRequest:
+        """The request of a turn. Its prompt is only token ids: no engine reads more of it."""
+        length = min(room, self._config.max_turn_tokens or room)
+        return replace(
+            request,
+            prompt=Prompt(request.prompt.prompt_id, "", row.context),
+            seed=turn_seed(request.seed, number),
+            sampling=replace(request.sampling, max_completion_length=length),
+            tag=request.tag + number,
+        )
+
+    def _cut(self, text: str) -> str:
+        most = self._config.max_observation_length
+        return text if len(text) <= most else text[:most] + CUT
+
+    async def _reward(self, environment: Environment, row: Row) -> float | None:
+        given = await self._call("reward", environment.reward)
+        if given is None:
+            return float(sum(row.turn_rewards)) if row.turn_rewards else None
+        value = float(given)
+        if not np.isfinite(value):
+            raise EpisodeError(f"The environment's reward is {value}; allowed: a finite number, or None.")
+        return value
+
+
+def _rollout(request: GenerationRequest, row: Row, reason: FinishReason, reward: float | None) -> Rollout:
+    told: Mapping[str, Any] = {}
+    if row.kept_counts:
+        told = {"kept_ids": np.concatenate(row.kept_ids), "kept_counts": np.concatenate(row.kept_counts)}
+    return Rollout(
+        rollout_id=request.rollout_id,
+        group_id=request.group_id,
+        prompt=row.prompt,
+        response_ids=_joined(row.ids),
+        behavior_logprobs=_joined(row.logprobs),
+        policy_versions=_joined(row.versions),
+        finish_reason=reason,
+        response_text="".join(row.texts),
+        generator_id=row.turns[-1].generator_id,
+        epoch=request.epoch,
+        turns=tuple(row.turns),
+        episode_reward=reward,
+        **told,
+    )
+
+
+def _joined(arrays: Sequence[Any]) -> Any:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

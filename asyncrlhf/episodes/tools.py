@@ -1,0 +1,161 @@
+"""Environments of tools: functions that the model calls, and classes written for TRL's ``environment_factory``."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from asyncrlhf.episodes.environment import Caller, Environment, LateCallError, Message, Step
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.validation import check
+
+if TYPE_CHECKING:
+    from asyncrlhf.episodes.replies import ParsedReply, ToolCall
+
+Function = Callable[..., Any]
+
+
+class ToolEnvironment(Environment):
+    """The model calls functions by name until it answers without a call.
+
+    ``instance``: of a class for TRL's ``environment_factory``: its public methods are tools, too, ``reset`` may add to
+    the prompt, and ``get_reward`` scores the episode.
+    """
+
+    def __init__(self, call: Caller, functions: Sequence[Function], instance: Any = None) -> None:
+        self._call = call
+        self._instance = instance
+        own = [] if instance is None else methods_of(instance)
+        self._functions = {function.__name__: function for function in [*functions, *own]}
+
+    @property
+    def tools(self) -> Sequence[Message]:
+        return [schema_of(function) for function in self._functions.values()]
+
+    async def reset(self, row: Mapping[str, Any]) -> str | None:
+        if self._instance is None:
+            return None
+        observation = await self._call("reset", self._instance.reset, **row)
+        return None if observation is None else str(observation)
+
+    async def step(self, reply: ParsedReply) -> Step:
+        if reply.malformed:
+            said = f"The tool call could not be read: {reply.malformed}"
+            return Step([{"role": "user", "content": said}], tools=("",), failures=1)
+        if not reply.tool_calls:
+            return Step(done=True)
+        messages: list[Message] = []
+        failures = 0
+        for called in reply.tool_calls:
+            content, failed = await self._answer(called)
+            failures += failed
+            message = {"role": "tool", "name": called.name, "content": content}
+            messages.append(message | ({"tool_call_id": called.id} if called.id else {}))
+        return Step(messages, tools=tuple(called.name for called in reply.tool_calls), failures=failures)
+
+    async def _answer(self, called: ToolCall) -> tuple[str, bool]:
+        """The result of a call as text, or why there is none; and whether it failed."""
+        function = self._functions.get(called.name)
+        if function is None:
+            return f"error: there is no tool {called.name!r}; the tools are {', '.join(self._functions)}", True
+        try:
+            inspect.signature(function).bind(**called.arguments)
+            return str(await self._call(called.name, function, **called.arguments)), False
+        except LateCallError as error:
+            return f"error: {error}", True
+        # A tool is the user's code, and may raise anything.
+        except Exception as error:
+            return f"error: {type(error).__name__}: {error}", True
+
+    async def reward(self) -> float | None:
+        scored = getattr(self._instance, "get_reward", None)
+        if scored is None:
+            return None
+        given = await self._call("get_reward", scored)
+        return None if given is None else float(given)
+
+    async def close(self) -> None:
+        close = getattr(self._instance, "close", None)
+        if callable(close) and "close" not in self._functions:
+            await self._call("close", close)
+
+
+# Methods of an environment for TRL that are no tools.
+NO_TOOLS = ("reset", "get_reward", "close")
+
+
+def methods_of(instance: Any) -> list[Function]:
+    """The methods of an environment for TRL that are tools: its public ones, but for ``reset`` and ``get_reward``."""
+    named = inspect.getmembers(type(instance), predicate=inspect.isfunction)
+    return [getattr(instance, name) for name, _ in named if not name.startswith("_") and name not in NO_TOOLS]
+
+
+def schema_of(function: Function) -> Message:
+    """The function's JSON schema, from its type hints and docstring, which methods of all instances share."""
+    return _schema(getattr(function, "__func__", function))
+
+
+@lru_cache(maxsize=1024)
+def _schema(function: Function) -> Message:
+    from transformers.utils import get_json_schema
+
+    return get_json_schema(function)  # type: ignore[no-any-return]
+
+
+def check_tool(key: str, function: Function) -> None:
+    """Raise ConfigError for a function that has no schema: its docstring and type hints describe it to the model."""
+    try:
+        schema_of(function)
+    # transformers raises errors of several kinds for what it cannot describe.
+    except Exception as error:
+        said = str(error).strip().splitlines()[0].rstrip(".")
+        raise ConfigError(
+            f"{key}: {getattr(function, '__name__', function)} cannot be described to the model: {said}; a tool needs "
+            "type hints, and a docstring with a line for each argument."
+        ) from error
+
+
+OPERATIONS: dict[type, Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+LONGEST = 200  # characters of an expression: no power, so that no result is much longer
+
+
+def calculator(expression: str) -> str:
+    """
+    Compute an arithmetic expression.
+
+    Args:
+        expression: Numbers, + - * / // % and parentheses, such as 12*(3+4).
+
+    Returns:
+        The value as text.
+    """
+    check(len(expression) <= LONGEST, f"the expression is longer than {LONGEST} characters")
+    value = _value(ast.parse(expression, mode="eval").body)
+    whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+    return str(int(value) if whole else value)
+
+
+def _value(node: ast.AST) -> Any:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+        return OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
+    if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATIONS:
+        return OPERATIONS[type(node.op)](_value(node.operand))
+    raise ValueError("only numbers, + - * / // % and parentheses are allowed")
+
+
+TOOLS = {"calculator": calculator}
