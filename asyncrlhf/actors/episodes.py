@@ -146,9 +146,8 @@ class EpisodeActor(PartActor):
         except TimeoutError:
             pass
         if self._calls.abandoned >= self.MOST_ABANDONED:
-            raise ReplicaError(
-                f"{self._worker.name} has {self._calls.abandoned} calls of tools or agents that do not end."
-            )
+            what = "agents" if self._agents is not None else "tools"
+            raise ReplicaError(f"{self._worker.name} has {self._calls.abandoned} calls of {what} that do not end.")
         return news_of(self._worker)
 
     def close(self) -> list[SpanBatch]:

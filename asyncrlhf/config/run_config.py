@@ -298,7 +298,8 @@ def _check_episodes(config: RunConfig) -> None:
     scored = any(part.kind == "environment" for part in config.reward.sources.values())
     check(
         not scored or config.episode.used,
-        "reward.kind=environment takes the reward that an environment or agent gives; allowed: with episode.environment or episode.agent.",
+        "reward.kind=environment takes the reward that an environment or agent gives; allowed: with "
+        "episode.environment or episode.agent.",
     )
     if not config.episode.used:
         return

@@ -11,7 +11,7 @@ from asyncrlhf.validation import MONTH, check, check_settings, setting
 
 @dataclass(frozen=True)
 class EpisodeConfig:
-    """With an environment, tools or an agent a rollout is an episode of several turns; without them it is one answer."""
+    """With an environment, tools or an agent a rollout is an episode of several turns; without, it is one answer."""
 
     environment: str = setting(
         "",

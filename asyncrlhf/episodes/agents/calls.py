@@ -193,11 +193,10 @@ def _text(content: Any) -> str:
     """The text of a content, which may come in parts."""
     if content is None or isinstance(content, str):
         return _encodable(content or "")
-    if not isinstance(content, list) or not all(
-        isinstance(p, dict) and isinstance(p.get("text"), str) for p in content
-    ):
+    parts = content if isinstance(content, list) else [content]
+    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
         raise RefusalError("The content of a message is no text; allowed: a text, or parts of type text.")
-    return _encodable("".join(part["text"] for part in content))
+    return _encodable("".join(part["text"] for part in parts))
 
 
 def _tool_call(given: Body) -> Body:

@@ -55,14 +55,15 @@ class AgentDriver:
     async def play(self, request: GenerationRequest, sample: Sample) -> Rollout:
         """The whole episode as a rollout. Raises EpisodeError with the reason if there is none."""
         prompt, seconds = request.prompt, self._config.episode_seconds
-        columns = {"prompt": prompt.messages or prompt.text, "answer": prompt.answer, "seed": request.seed}
+        given = {"prompt": prompt.messages or prompt.text, "answer": prompt.answer, "seed": request.seed}
+        row = {**prompt.metadata, **given}
         session = Session(request, sample, self._talk, self._config, self._context)
         key = self._endpoint.admit(session)
         reward: float | None = None
         try:
             async with asyncio.timeout(seconds) as limit:
-                given = await self.calls("agent", self._agent, self._endpoint.base_url, key, prompt.metadata | columns)
-            reward = _reward(given)
+                returned = await self.calls("agent", self._agent, self._endpoint.base_url, key, row)
+            reward = _reward(returned)
         # An agent is the user's code, and may raise anything.
         except Exception as error:
             late = isinstance(error, TimeoutError) and limit.expired()

@@ -33,10 +33,15 @@ async def run_agent(command: Sequence[str], base_url: str, api_key: str, row: Ma
         )  # fmt: skip
     except OSError as error:
         raise EpisodeError(f"The agent's command cannot be started: {error.strerror or error}.") from error
+    reading = asyncio.gather(_last_line(process.stdout), _last_line(process.stderr))
     try:
-        out, err, code = await asyncio.gather(_last_line(process.stdout), _last_line(process.stderr), process.wait())
+        code = await process.wait()
+        _kill(process)  # what it left would hold its output open
+        out, err = await reading
     finally:
-        await _end(process)
+        reading.cancel()
+        _kill(process)
+        await process.wait()
     if code != 0:
         raise EpisodeError(f"The agent's command ended with exit code {code}: {err[:SHOWN] or 'it said nothing'}")
     try:
@@ -45,10 +50,10 @@ async def run_agent(command: Sequence[str], base_url: str, api_key: str, row: Ma
         return None
 
 
-async def _end(process: Process) -> None:
+def _kill(process: Process) -> None:
+    """End its process group, also after its own end: no other group gets the number while a member is left."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
 
 
 async def _last_line(stream: asyncio.StreamReader | None) -> str:

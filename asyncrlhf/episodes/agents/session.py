@@ -151,11 +151,9 @@ class Session:
         known = len(self._messages)
         if call.tools != self._last[0].tools:
             raise _not_continued("its tools are others than those of the first call")
-        pairs = zip(self._messages, call.messages, strict=False)
-        if (
-            edited := next((i for i, (own, given) in enumerate(pairs) if not same_message(own, given)), None)
-        ) is not None:
-            raise _not_continued(f"its message {edited + 1} is another one than before")
+        pairs = enumerate(zip(self._messages, call.messages, strict=False), start=1)
+        if edited := [place for place, (own, given) in pairs if not same_message(own, given)]:
+            raise _not_continued(f"its message {edited[0]} is another one than before")
         added = [self._named(message) for message in call.messages[known:]]
         if not added:
             raise _not_continued(f"it has {len(call.messages)} messages, of which none is new")
