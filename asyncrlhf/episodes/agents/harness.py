@@ -6,7 +6,6 @@ import asyncio
 import shlex
 import shutil
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from asyncrlhf.episodes.agents.endpoint import Endpoint
@@ -35,12 +34,12 @@ class AgentDriver:
         self._endpoint = Endpoint(config.endpoint_host, talk.pieces, config.agent_sampling == "refuse")
         # The episode has a limit, and its agent none besides.
         self.calls = Caller(MONTH, inline=False)
-        self._agent = partial(run_agent, shlex.split(config.agent_command))
-        if config.agent:
-            self._agent = load_function("episode.agent", config.agent)  # type: ignore[assignment]
-        else:
-            program = shlex.split(config.agent_command)[0]
+        self._command = shlex.split(config.agent_command)
+        if self._command:
+            program = self._command[0]
             check(shutil.which(program), f"episode.agent_command: there is no program {program}.")
+        else:
+            self._agent = load_function("episode.agent", config.agent)
 
     async def open(self, address: str) -> None:
         await self._endpoint.open(address)
@@ -62,8 +61,7 @@ class AgentDriver:
         reward: float | None = None
         try:
             async with asyncio.timeout(seconds) as limit:
-                returned = await self.calls("agent", self._agent, self._endpoint.base_url, key, row)
-            reward = _reward(returned)
+                reward = _reward(await self._played(self._endpoint.base_url, key, row))
         # An agent is the user's code, and may raise anything.
         except Exception as error:
             late = isinstance(error, TimeoutError) and limit.expired()
@@ -79,6 +77,12 @@ class AgentDriver:
         if session.row is None:
             raise EpisodeError("The agent ended without an answered call of the endpoint, so that there is no rollout.")
         return session.row.rollout(request, reason, reward)
+
+    async def _played(self, base_url: str, key: str, row: Mapping[str, Any]) -> Any:
+        """What the agent returns. A process has ended before an error is raised."""
+        if self._command:
+            return await run_agent(self._command, base_url, key, row)
+        return await self.calls("agent", self._agent, base_url, key, row)
 
 
 def _said(error: Exception) -> str:

@@ -33,13 +33,14 @@ async def run_agent(command: Sequence[str], base_url: str, api_key: str, row: Ma
         )  # fmt: skip
     except OSError as error:
         raise EpisodeError(f"The agent's command cannot be started: {error.strerror or error}.") from error
-    reading = asyncio.gather(_last_line(process.stdout), _last_line(process.stderr))
+    reading = [asyncio.ensure_future(_last_line(stream)) for stream in (process.stdout, process.stderr)]
     try:
         code = await process.wait()
         _kill(process)  # what it left would hold its output open
-        out, err = await reading
+        out, err = [await line for line in reading]
     finally:
-        reading.cancel()
+        for line in reading:
+            line.cancel()
         _kill(process)
         await process.wait()
     if code != 0:
