@@ -7,9 +7,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
-from openai import OpenAI
+from openai import APITimeoutError, OpenAI
 
 Row = Mapping[str, Any]
 RELAY: dict[str, Callable[[str, str, Row], Any]] = {}  # the agent of a test that is running
@@ -45,6 +46,22 @@ def hangs(base_url: str, api_key: str, row: Row) -> None:
 
 def idles(base_url: str, api_key: str, row: Row) -> float:
     return 1.0
+
+
+def sometimes(base_url: str, api_key: str, row: Row) -> None:
+    """Fails, hangs or ends while a call is under way, or plays, as the episode's seed says."""
+    kind = int(row["seed"]) % 4
+    if kind == 0:
+        raise RuntimeError("no luck")
+    if kind == 1:
+        asks_and_hangs(base_url, api_key, row)
+    if kind == 2:
+        client = OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+        text = client.completions.create(model="any", prompt="1+1=").choices[0].text
+        with suppress(APITimeoutError):
+            client.with_options(timeout=1e-3).completions.create(model="any", prompt=f"1+1={text}2+2=")
+        return
+    sums(base_url, api_key, row)
 
 
 def greedy(base_url: str, api_key: str, row: Row) -> None:

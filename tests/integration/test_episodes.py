@@ -63,7 +63,9 @@ def test_schedules_hold_for_every_turn_and_repeat(tmp_path: Path, mode: tuple[st
     second = run(tmp_path / "b", *options, "learner.virtual_step_seconds=0.9")
     assert_whole(first)
     assert first.untimed_metrics == second.untimed_metrics
-    lag = {"sync": 0, "one_step": 1, "fixed_lag": 2, "max_staleness": 0}[mode[0].rpartition("=")[2].replace("0", "sync")]
+    lag = {"sync": 0, "one_step": 1, "fixed_lag": 2, "max_staleness": 0}[
+        mode[0].rpartition("=")[2].replace("0", "sync")
+    ]
     for row in first.trained.itertuples():
         (step,) = row.consumed_at_version
         assert {v for v in row.policy_versions if v >= 0} == {max(0, step - lag)}

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import signal
-from asyncio.subprocess import PIPE, Process
+import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from asyncrlhf.episodes.environment import EpisodeError
 
 TAIL = 2**16  # bytes of an output that are kept
+LAST_SECONDS = 1.0  # for the rest of the output of a process that has ended
 SHOWN = 300  # characters of its last line in a message
 
 
@@ -27,22 +28,24 @@ async def run_agent(command: Sequence[str], base_url: str, api_key: str, row: Ma
         "ASYNCRLHF_ROW": json.dumps(row, default=str),
     }
     try:
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.DEVNULL, stdout=PIPE, stderr=PIPE, env={**os.environ, **told},
+        transport, process = await asyncio.get_running_loop().subprocess_exec(
+            _Output, *command, stdin=subprocess.DEVNULL, env={**os.environ, **told},
             start_new_session=True,  # so that it can be ended with all its children
         )  # fmt: skip
     except OSError as error:
         raise EpisodeError(f"The agent's command cannot be started: {error.strerror or error}.") from error
-    reading = [asyncio.ensure_future(_last_line(stream)) for stream in (process.stdout, process.stderr)]
+    number = transport.get_pid()
     try:
-        code = await process.wait()
-        _kill(process)  # what it left would hold its output open
-        out, err = [await line for line in reading]
+        await process.exited.wait()
+        _kill(number)  # what it left would hold its output open
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.closed.wait(), LAST_SECONDS)
     finally:
-        for line in reading:
-            line.cancel()
-        _kill(process)
-        await process.wait()
+        _kill(number)
+        await process.exited.wait()
+        transport.close()
+    out, err = process.last_line(1), process.last_line(2)
+    code = transport.get_returncode()
     if code != 0:
         raise EpisodeError(f"The agent's command ended with exit code {code}: {err[:SHOWN] or 'it said nothing'}")
     try:
@@ -51,17 +54,30 @@ async def run_agent(command: Sequence[str], base_url: str, api_key: str, row: Ma
         return None
 
 
-def _kill(process: Process) -> None:
-    """End its process group, also after its own end: no other group gets the number while a member is left."""
+class _Output(asyncio.SubprocessProtocol):
+    """What a process wrote, of which no more than the tail is held, and whether it has ended."""
+
+    def __init__(self) -> None:
+        self.exited, self.closed = asyncio.Event(), asyncio.Event()
+        self._tails = {1: b"", 2: b""}
+
+    def pipe_data_received(self, fd: int, data: bytes | str) -> None:
+        assert isinstance(data, bytes)
+        self._tails[fd] = (self._tails[fd] + data)[-TAIL:]
+
+    def process_exited(self) -> None:
+        self.exited.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed.set()
+
+    def last_line(self, fd: int) -> str:
+        """The last line with a character."""
+        lines = [line for line in self._tails[fd].decode("utf-8", "replace").splitlines() if line.strip()]
+        return lines[-1].strip() if lines else ""
+
+
+def _kill(number: int) -> None:
+    """End a process group, also after its leader's end: no other group gets the number while a member is left."""
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-async def _last_line(stream: asyncio.StreamReader | None) -> str:
-    """The last line with a character; no more than the tail of an output is held."""
-    assert stream is not None
-    tail = b""
-    while piece := await stream.read(TAIL):
-        tail = (tail + piece)[-TAIL:]
-    lines = [line for line in tail.decode("utf-8", "replace").splitlines() if line.strip()]
-    return lines[-1].strip() if lines else ""
+        os.killpg(number, signal.SIGKILL)
