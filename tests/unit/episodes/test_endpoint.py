@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -340,9 +341,7 @@ async def test_keys_open_their_own_episode_until_its_end() -> None:
         for key in ("sk-other", client.api_key[:-1] + "x", "x" + client.api_key, "ö"):
             async with (
                 aiohttp.ClientSession() as session,
-                session.post(
-                    f"{client.base_url}chat/completions", json={}, headers={"Authorization": f"Bearer {key}"}
-                ) as answer,
+                session.post(f"{client.base_url}chat/completions", json={}, headers=_key(key)) as answer,
             ):
                 assert answer.status == 401 and (await answer.json())["error"]["code"] == "unknown_key"
         with pytest.raises(openai.NotFoundError, match="POST /v1/chat/completions"):
@@ -521,3 +520,32 @@ async def test_an_address_of_another_machine_is_refused() -> None:
             pass
     async with opened(agent_command="true", endpoint_host="0.0.0.0") as driver:
         assert driver._endpoint.base_url.startswith("http://127.0.0.1:")
+
+
+@pytest.mark.thorough
+async def test_a_core_answers_two_hundred_calls_a_second(capsys: pytest.CaptureFixture[str]) -> None:
+    """32 episodes at once, of 20 calls each with growing histories; a plain client in this process counts too."""
+    sampler = Sampler("The sum is five, as far as I know.<|im_end|>")
+
+    async def relayed(base_url: str, api_key: str, row: Any) -> None:
+        messages: list[Any] = [USER]
+        for _ in range(20):
+            body = {"model": "mine", "messages": messages}
+            async with session.post(f"{base_url}/chat/completions", json=body, headers=_key(api_key)) as answer:
+                messages += [(await answer.json())["choices"][0]["message"], {"role": "user", "content": "Go on."}]
+
+    agents.RELAY["agent"] = relayed
+    async with opened(agent="tests.agents:relay", max_turns=20) as driver, aiohttp.ClientSession() as session:
+        for _ in range(2):  # the first time with caches to fill
+            began = time.process_time()
+            requests = [asked(most=10**4, number=number) for number in range(32)]
+            driver._context = 10**5
+            played = await asyncio.gather(*(driver.play(request, sampler) for request in requests))
+            rate = sum(len(rollout.turns) for rollout in played) / (time.process_time() - began)
+    with capsys.disabled():
+        print(f"\n{rate:.0f} calls a second of a core, with the client")
+    assert rate > 200
+
+
+def _key(api_key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {api_key}"}
