@@ -20,7 +20,7 @@ from asyncrlhf.episodes.episode_config import EpisodeConfig
 from asyncrlhf.episodes.worker import EpisodeWorker
 from asyncrlhf.episodes.world import World
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.models.checkpoint_folder import context_length, load_tokenizer
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
 from asyncrlhf.records.write.spans import SpanBatch
 from asyncrlhf.tasks.task import PromptEncoder
 from asyncrlhf.types import GenerationFailure, GenerationRequest, Payload, Rollout, RolloutInfo
@@ -35,6 +35,7 @@ class EpisodeSpec:
     settings: EpisodeConfig
     task: TaskConfig
     model: ModelConfig
+    context: int  # the longest text that every replica can read, in tokens
     stall_seconds: float = 600.0  # without progress, after which the run counts as stalled
     max_restarts: int = 0
 
@@ -53,13 +54,13 @@ class EpisodeSpec:
             template_kwargs=task.chat_template_kwargs,
         )
         if self.settings.agents:
-            return AgentDriver(self.settings, talk, context_length(self.model))
+            return AgentDriver(self.settings, talk, self.context)
         return Driver(
             self.settings,
             World(self.settings, inline),
             talk,
             PromptEncoder(tokenizer, task),
-            context_length(self.model),
+            self.context,
             task.system_prompt,
             task.chat_template,
         )
