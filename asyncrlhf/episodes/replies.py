@@ -52,8 +52,8 @@ def known_response_template(tokenizer: transformers.PreTrainedTokenizerBase) -> 
     except ValueError as error:
         raise ConfigError(
             "No response template is known for the chat template of model.path, so that the calls in its replies "
-            "cannot be read; allowed: a tokenizer whose tokenizer_config.json has a response_template, a chat template that "
-            "trl.chat_template_utils.add_response_schema knows, or tools=none."
+            "cannot be read; allowed: a tokenizer whose tokenizer_config.json has a response_template, a chat template "
+            "that trl.chat_template_utils.add_response_schema knows, or tools=none."
         ) from error
     return dict(holder.response_template)
 
