@@ -88,7 +88,11 @@ class Row:
         )
 
     def rollout(self, request: GenerationRequest, reason: FinishReason, reward: float | None) -> Rollout:
-        """The whole episode, of at least one turn."""
+        """The whole episode, of at least one turn; it ends with the last one."""
+        while self.length > self.turns[-1].end:  # late, it ended while the next turn was being sampled
+            self.length -= len(self.ids.pop())
+            for stretches in (self.logprobs, self.versions, self.texts, self.kept_counts):
+                del stretches[-1:]
         told: Mapping[str, Any] = {}
         if self.kept_counts:
             told = {"kept_ids": np.concatenate(self.kept_ids), "kept_counts": np.concatenate(self.kept_counts)}

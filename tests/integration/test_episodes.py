@@ -183,5 +183,5 @@ def test_late_episodes_end_while_a_turn_of_theirs_waits_or_is_sampled(tmp_path: 
     )  # fmt: skip
     assert_whole(done)
     ends = Counter(int(np.count_nonzero(np.diff(np.asarray(v) >= 0))) for v in done.trained.policy_versions)
-    assert ends[4] > 20 and len(done.trained) - ends[4] > 5
+    assert set(ends) <= {0, 2, 4} and ends[4] > 20 and len(done.trained) - ends[4] > 5
     assert len(done.metrics) == 20
