@@ -122,7 +122,7 @@ class Conversation:
     def plain(self, text: str, *, begins: bool) -> IntArray:
         """[S] the tokens of a text as it is, without a template; the control tokens that it spells out are meant.
         ``begins``: it begins a row, and does not continue one."""
-        return _array(self._tokenizer(text).input_ids if begins else self._tokens.following(lambda _: text, ()))
+        return _array(self._tokenizer(text).input_ids if begins else self._tokens.going_on(text))
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """The text of each token."""
