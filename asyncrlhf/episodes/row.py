@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from asyncrlhf.episodes.environment import EpisodeError, Step
-from asyncrlhf.types import OBSERVED, FinishReason, GenerationRequest, IntArray, Prompt, Rollout, Turn
+from asyncrlhf.turns import Turn
+from asyncrlhf.types import OBSERVED, FinishReason, GenerationRequest, IntArray, Prompt, Rollout
 
 # Samples one turn after a context [n] of token ids: the request of the turn in, its tokens, log-probs and versions out.
 # All that an episode knows of generation.
