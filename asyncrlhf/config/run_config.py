@@ -298,10 +298,16 @@ def _check_episodes(config: RunConfig) -> None:
     scored = any(part.kind == "environment" for part in config.reward.sources.values())
     check(
         not scored or config.episode.used,
-        "reward.kind=environment takes the reward that an environment gives; allowed: with episode.environment.",
+        "reward.kind=environment takes the reward that an environment or agent gives; allowed: with "
+        "episode.environment or episode.agent.",
     )
     if not config.episode.used:
         return
+    check(
+        not config.episode.agents or config.runtime == "ray",
+        "episode.agent and episode.agent_command call an endpoint in real time, and runtime=local has a virtual clock; "
+        "allowed: runtime=ray.",
+    )
     check(
         not config.learner.routing_replay,
         "learner.routing_replay=true follows the experts of one answer, not of an episode's turns; allowed: false.",
