@@ -128,6 +128,8 @@ class Rollout:
     tag: int = 0  # of the request
     turns: tuple[Turn, ...] = ()  # of an episode
     episode_reward: float | None = None  # that its environment gave
+    messages: tuple[Mapping[str, Any], ...] = ()  # of an episode: what was sampled and observed after the prompt
+    environment: Mapping[str, Any] | None = None  # plain attributes of a user's environment at the episode's end
 
     @property
     def sampled(self) -> NDArray[np.bool_]:

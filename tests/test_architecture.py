@@ -25,7 +25,7 @@ LAYERS = {
     "types": 0, "errors": 0, "validation": 0, "plugins": 0, "redaction": 0, "garbage": 0, "scratch": 0,
     "algorithms": 1,
     "data": 2, "models": 2, "rewards": 2, "tasks": 2,
-    "engines": 3, "learner": 3,
+    "engines": 3, "episodes": 3, "learner": 3,
     "transport": 4,
     "buffer": 5,
     "config": 6, "readahead": 6,

@@ -300,6 +300,10 @@ def _check_episodes(config: RunConfig) -> None:
         not scored or config.episode.used,
         "reward.kind=environment takes the reward that an environment gives; allowed: with episode.environment.",
     )
+    check(
+        config.task.kind != "environment" or config.episode.environment,
+        "task.kind=environment has no prompts of its own; allowed: with episode.environment, which asks.",
+    )
     if not config.episode.used:
         return
     check(

@@ -26,7 +26,7 @@ def unused_settings(config: RunConfig) -> list[str]:
         ("reward.judge", config.reward.judge, (), "judge" in reward, "reward.kind=judge"),
         ("reward.http", config.reward.http, (), "http" in reward or judged, "reward.kind=http"),
         ("async", config.async_, adaptive, config.async_.adaptive, "async.adaptive=true"),
-        ("task", config.task, ("path",), config.task.kind == "prompts", "task=prompts"),
+        ("task", config.task, ("path",), config.task.kind in ("prompts", "environment"), "task=prompts"),
     ]
     return [
         f"Not used: {', '.join(changed)}; needs {needed}."

@@ -15,6 +15,7 @@ from asyncrlhf.episodes.conversation import Conversation
 from asyncrlhf.episodes.environment import Caller, Environment, EpisodeError, Message, Step
 from asyncrlhf.episodes.episode_config import EpisodeConfig
 from asyncrlhf.episodes.observed_tokens import ObservedTextError
+from asyncrlhf.episodes.replies import ParsedReply
 from asyncrlhf.episodes.world import World
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.tasks.task import PromptEncoder
@@ -34,6 +35,22 @@ def turn_seed(seed: int, turn: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+def row_of(prompt: Prompt) -> dict[str, Any]:
+    """The prompt's columns, as they are in its dataset, for the environment."""
+    return {"answer": prompt.answer, **prompt.metadata, "prompt": prompt.messages or prompt.text}
+
+
+def as_message(reply: ParsedReply) -> Message:
+    """A turn in the form in which TRL's reward functions get it."""
+    message = {"role": "assistant", "content": reply.text}
+    calls = [
+        {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": dict(call.arguments)}}
+        for call in reply.tool_calls
+    ]
+    thought = {"reasoning_content": reply.thought} if reply.thought else {}
+    return message | thought | ({"tool_calls": calls} if calls else {})
+
+
 @dataclass
 class Row:
     """The packed row of an episode so far. Sampled tokens enter it as the engine made them, and are never decoded and
@@ -47,6 +64,7 @@ class Row:
     kept_counts: list[Any] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
     length: int = 0  # of the response
 
     @property
@@ -64,14 +82,20 @@ class Row:
             self.kept_ids.append(turn.kept_ids)
             self.kept_counts.append(turn.kept_counts)
         self.turns.append(Turn(start, self.length, turn.generator_id))
+        self.messages.append({"role": "assistant", "content": turn.response_text})
 
-    def observed(self, ids: IntArray, text: str) -> None:
+    def read(self, reply: ParsedReply) -> None:
+        """What the last turn says."""
+        self.messages[-1] = as_message(reply)
+
+    def observed(self, ids: IntArray, messages: Sequence[Message]) -> None:
         count = len(ids)
         self.length += count
         self.ids.append(ids)
         self.logprobs.append(np.zeros(count, np.float32))
         self.versions.append(np.full(count, OBSERVED, np.int64))
-        self.texts.append(text)
+        self.texts.append("".join(str(message["content"]) for message in messages))
+        self.messages += messages
         if self.kept_counts:
             self.kept_counts.append(np.zeros(count, np.int32))
 
@@ -118,11 +142,11 @@ class Driver:
         """The whole episode as a rollout. Raises EpisodeError with the reason if there is none."""
         environment: Environment | None = None
         prompt = request.prompt
-        row = {**prompt.metadata, "prompt": prompt.messages or prompt.text, "answer": prompt.answer}
+        row = row_of(prompt)
         try:
             environment = self._world.environment(row)
             async with asyncio.timeout(self._config.episode_seconds) as limit:
-                begun = {**self._world.row(row), "seed": request.seed}
+                begun = {"seed": request.seed, **self._world.row(row)}
                 observation = await self._call("reset", environment.reset, begun)
                 packed = Row(self._opening(prompt, environment, observation))
                 try:
@@ -132,6 +156,7 @@ class Driver:
                         raise
                     reason = "length"
             reward = await self._reward(environment, packed)
+            told = environment.told
         except EpisodeError:
             raise
         except TimeoutError:
@@ -143,7 +168,7 @@ class Driver:
         finally:
             if environment is not None:
                 await self._close(environment)
-        return _rollout(request, packed, reason, reward)
+        return _rollout(request, packed, reason, reward, told)
 
     async def _call(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
         return await self._world.call(what, function, *arguments)
@@ -156,7 +181,7 @@ class Driver:
     def check(self, prompt: Prompt) -> list[str]:
         """Open an episode of this prompt, without its reset. Raises ConfigError if that cannot be; returns sentences
         about the chat template for the user."""
-        row = {**prompt.metadata, "prompt": prompt.messages or prompt.text, "answer": prompt.answer}
+        row = row_of(prompt)
         self._opening(prompt, self._world.environment(row), None)
         return [self._talk.note] if self._talk.note else []
 
@@ -171,11 +196,14 @@ class Driver:
                 self._talk.opening(prompt.text, tools)  # refuses tools without a chat template
                 raise ConfigError("episode.tools need task.chat_template=true, or prompts that are conversations.")
             return self._encode(prompt.prompt_id, prompt.text + told, prompt.answer, prompt.metadata)
-        messages = [dict(message) for message in prompt.messages or self._as_messages(prompt.text)]
-        if self._system_prompt and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self._system_prompt})
-        messages[-1]["content"] = str(messages[-1]["content"]) + told
-        return replace(prompt, token_ids=self._talk.opening(messages, tools), text=prompt.text + told)
+        asked = [dict(message) for message in prompt.messages or self._as_messages(prompt.text)]
+        asked[-1]["content"] = str(asked[-1]["content"]) + told
+        told_first: list[Message] = []
+        if self._system_prompt and asked[0]["role"] != "system":
+            told_first = [{"role": "system", "content": self._system_prompt}]
+        ids = self._talk.opening([*told_first, *asked], tools)
+        given = None if prompt.messages is None else asked
+        return replace(prompt, token_ids=ids, text=prompt.text + told, messages=given)
 
     def _as_messages(self, text: str) -> list[Message]:
         return [{"role": "user", "content": text}]
@@ -198,6 +226,7 @@ class Driver:
                 return "length"
             began = clock()
             reply = self._talk.parse(turn.response_ids, environment.tools)
+            row.read(reply)
             step = await self._call("step", environment.step, reply)
             row.answered(step, clock() - began)
             if step.done or (step.failures and config.on_tool_error == "end"):
@@ -218,7 +247,7 @@ class Driver:
             ids = self._talk.suffix(turn.response_ids, messages)
         if row.length + len(ids) >= most:
             return False
-        row.observed(ids, "".join(str(message["content"]) for message in messages))
+        row.observed(ids, messages)
         return True
 
     def _request(self, request: GenerationRequest, row: Row, number: int, room: int) -> GenerationRequest:
@@ -246,10 +275,16 @@ class Driver:
         return value
 
 
-def _rollout(request: GenerationRequest, row: Row, reason: FinishReason, reward: float | None) -> Rollout:
-    told: Mapping[str, Any] = {}
+def _rollout(
+    request: GenerationRequest,
+    row: Row,
+    reason: FinishReason,
+    reward: float | None,
+    environment: Mapping[str, Any] | None,
+) -> Rollout:
+    kept: Mapping[str, Any] = {}
     if row.kept_counts:
-        told = {"kept_ids": np.concatenate(row.kept_ids), "kept_counts": np.concatenate(row.kept_counts)}
+        kept = {"kept_ids": np.concatenate(row.kept_ids), "kept_counts": np.concatenate(row.kept_counts)}
     return Rollout(
         rollout_id=request.rollout_id,
         group_id=request.group_id,
@@ -263,7 +298,9 @@ def _rollout(request: GenerationRequest, row: Row, reason: FinishReason, reward:
         epoch=request.epoch,
         turns=tuple(row.turns),
         episode_reward=reward,
-        **told,
+        messages=tuple(row.messages),
+        environment=environment,
+        **kept,
     )
 
 

@@ -51,8 +51,14 @@ class Environment:
         model; its calls of them arrive as ``reply.tool_calls``."""
         return ()
 
+    @property
+    def told(self) -> Mapping[str, Any] | None:
+        """Plain data that reward functions get of the environment at the episode's end, as ``environments``."""
+        return None
+
     async def reset(self, row: Mapping[str, Any]) -> str | None:
-        """Begin. ``row``: the prompt's columns, with ``prompt``, ``answer`` and ``seed``. A text that is returned is
+        """Begin. ``row``: the prompt's columns, with ``prompt``, ``answer`` and ``seed``, which is the rollout's own
+        unless the row has such a column. A text that is returned is
         added to the prompt, to its last user message if it is a conversation."""
         return None
 

@@ -14,6 +14,20 @@ from asyncrlhf.plugins import guarded, load_function, load_object
 COLUMN = "environment"  # of the row, which chooses one of several
 
 
+def gives_reward(found: Any) -> bool:
+    """Whether an environment of ``found``, a class, function or dictionary of them, or its name, scores its episodes.
+    Raises ConfigError for a name that cannot be loaded."""
+    if isinstance(found, str):
+        found = load_object("episode.environment", found)
+    for factory in found.values() if isinstance(found, Mapping) else [found]:
+        kind = factory
+        if not isinstance(factory, type):
+            kind = type(guarded("episode.environment cannot be created without arguments", factory))
+        if issubclass(kind, Environment) or callable(getattr(kind, "get_reward", None)):
+            return True
+    return False
+
+
 class World:
     """Makes environments. Raises ConfigError when it is built, for what is no environment or tool.
 
