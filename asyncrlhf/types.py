@@ -162,6 +162,19 @@ class Payload:
     annotations: tuple[Payload, ...] = ()
 
 
+@dataclass(frozen=True)
+class EpisodeFacts:
+    """The controller's data of an episode's turns: their number, totals of the environment's steps after them, and the
+    oldest version in the first and in the last turn."""
+
+    turns: int
+    tool_seconds: float
+    tool_calls: int
+    tool_failures: int
+    first_version: int
+    last_version: int
+
+
 @dataclass
 class RolloutInfo:
     """The controller's data of a finished rollout; its token arrays stay behind ``payload``. The assembly fills in
@@ -195,6 +208,7 @@ class RolloutInfo:
     epoch: int = 0  # of the run when it was sent to its generator
     tag: int = 0  # of the request, if it is a turn of an episode
     observed_length: int = 0  # tokens of the response that were observed and not sampled
+    episode: EpisodeFacts | None = None  # None: a plain answer
 
     @property
     def tokens(self) -> int:

@@ -47,6 +47,7 @@ FAKE = (
 TIMING_KEYS = frozenset(
     {
         "wall_time",
+        "tool_seconds_mean",
         "samples_per_second",
         "tokens_per_second",
         "generated_tokens_per_second",

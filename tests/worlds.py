@@ -37,3 +37,56 @@ class OneSum(Sums):
     """One answer, as without an environment."""
 
     TURNS = 1
+
+
+class TailSums(Sums):
+    """Steps of 0.02 s, one of fifty of 1 s."""
+
+    async def step(self, reply: ParsedReply) -> Step:
+        await asyncio.sleep(1.0 if (self._row["seed"] >> self._asked) % 50 == 0 else 0.02)
+        return await super().step(reply)
+
+
+class Strange(Sums):
+    """Something is wrong with one of four episodes."""
+
+    @property
+    def strange(self) -> bool:
+        return bool(self._row["seed"] % 4 == 0)
+
+
+class Raises(Strange):
+    async def step(self, reply: ParsedReply) -> Step:
+        if self.strange:
+            raise RuntimeError("the world has ended")
+        return await super().step(reply)
+
+
+class Hangs(Strange):
+    async def step(self, reply: ParsedReply) -> Step:
+        await asyncio.sleep(1e6 if self.strange else 0)
+        return await super().step(reply)
+
+
+class NoText(Strange):
+    async def step(self, reply: ParsedReply) -> Step:
+        step = await super().step(reply)
+        return Step([{"role": "user", "content": b"\xff\x00"}]) if self.strange and not step.done else step
+
+
+class Floods(Strange):
+    async def step(self, reply: ParsedReply) -> Step:
+        step = await super().step(reply)
+        return Step("9" * 10**9) if self.strange and not step.done else step
+
+
+class BadReward(Strange):
+    async def reward(self) -> float | None:
+        return float("nan") if self.strange else await super().reward()
+
+
+class RaisesAtReset(Strange):
+    async def reset(self, row: Mapping[str, Any]) -> None:
+        await super().reset(row)
+        if self.strange:
+            raise KeyError("no such level")

@@ -32,11 +32,12 @@ FACTS = (
     "rollout_id", "group_id", "finish_reason", "response_text", "generator_id", "critic_version", "epoch", "tag",
     "turns", "episode_reward", "messages", "environment",
 )  # fmt: skip
-# What a replica tells of a finished rollout: epoch, tag, and the first fields of a RolloutInfo, up to its payload.
+# What a replica tells of a finished rollout: these four, and the first fields of a RolloutInfo, up to its payload.
 _told = attrgetter(
     "epoch",
     "tag",
     "observed_length",
+    "episode",
     *takewhile(lambda name: name != "payload", (own.name for own in fields(RolloutInfo))),
 )
 NO_ARRAYS = dict.fromkeys(ARRAYS)
@@ -65,8 +66,8 @@ class Collected:
 
 def _collected(told: Iterable[Sequence[Any]], *others: Any) -> Collected:
     infos = (
-        RolloutInfo(*own, payload=Payload(None, i), epoch=epoch, tag=tag, observed_length=observed)  # type: ignore[misc]
-        for i, (epoch, tag, observed, *own) in enumerate(told)
+        RolloutInfo(*own, payload=Payload(None, i), epoch=epoch, tag=tag, observed_length=observed, episode=episode)  # type: ignore[misc]
+        for i, (epoch, tag, observed, episode, *own) in enumerate(told)
     )
     return Collected(list(infos), *others)
 

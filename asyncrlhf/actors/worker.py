@@ -22,12 +22,14 @@ from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.transport.receiver import WeightReceiver
 from asyncrlhf.transport.weights_config import WeightsConfig
 from asyncrlhf.types import (
+    EpisodeFacts,
     FloatArray,
     GenerationFailure,
     GenerationRequest,
     Payload,
     Rollout,
     RolloutInfo,
+    Turn,
 )
 
 if TYPE_CHECKING:
@@ -151,9 +153,26 @@ def describe(rollouts: Sequence[Rollout]) -> list[RolloutInfo]:
             epoch=r.epoch,
             tag=r.tag,
             observed_length=len(r.response_ids) - sampled,
+            episode=_episode(r) if r.turns else None,
         )
         for i, r in enumerate(rollouts)
     ]
+
+
+def _episode(rollout: Rollout) -> EpisodeFacts:
+    turns = rollout.turns
+
+    def oldest(turn: Turn) -> int:
+        return int(rollout.policy_versions[turn.start : turn.end].min(initial=np.iinfo(np.int64).max))
+
+    return EpisodeFacts(
+        turns=len(turns),
+        tool_seconds=sum(turn.seconds for turn in turns),
+        tool_calls=sum(len(turn.tools) for turn in turns),
+        tool_failures=sum(turn.failures for turn in turns),
+        first_version=oldest(turns[0]),
+        last_version=oldest(turns[-1]),
+    )
 
 
 def located(facts: Collected, rollouts: Any, chunks: Any, now: float) -> Collected:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
-from asyncrlhf.types import Payload, RolloutGroup, RolloutInfo
+from asyncrlhf.types import EpisodeFacts, Payload, RolloutGroup, RolloutInfo
 
 # ``open`` to a batch, open to ``replay`` alone, or over the bound: ``late`` if it was never trained, else ``over``.
 Standing = Literal["open", "replay", "late", "over"]
@@ -65,10 +65,18 @@ def group_to_json(group: RolloutGroup) -> dict[str, Any]:
     """The group as JSON values for checkpoints, without its payloads, which are saved separately."""
     # vars() and not dataclasses.asdict(), which would copy the payload.
     rollouts = [{k: v for k, v in vars(r).items() if k != "payload"} for r in group.rollouts]
+    for row in rollouts:
+        if row["episode"] is not None:
+            row["episode"] = asdict(row["episode"])
     return {"group_id": group.group_id, "rollouts": rollouts, "step": group.scheduled_step, "uses": group.uses}
 
 
 def group_from_json(value: Mapping[str, Any], payloads: Mapping[int, Payload]) -> RolloutGroup:
     """The group from JSON values; ``payloads`` by rollout id."""
-    rollouts = tuple(RolloutInfo(**row, payload=payloads[row["rollout_id"]]) for row in value["rollouts"])
+    rollouts = tuple(_info(row, payloads[row["rollout_id"]]) for row in value["rollouts"])
     return RolloutGroup(value["group_id"], rollouts, value["step"], value["uses"])
+
+
+def _info(row: Mapping[str, Any], payload: Payload) -> RolloutInfo:
+    facts = row["episode"]
+    return RolloutInfo(**{**row, "payload": payload, "episode": facts and EpisodeFacts(**facts)})

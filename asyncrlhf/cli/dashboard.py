@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.text import Text
 from textual.app import App, ComposeResult
@@ -12,9 +13,10 @@ from textual.screen import Screen
 from textual.widgets import DataTable, Footer, ProgressBar, Sparkline, Static
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.records.read.follow import RunFollower, newest_run
+from asyncrlhf.records.read.follow import RunFollower, newest_run, recorded_tokens
 from asyncrlhf.records.show.summary import duration
 from asyncrlhf.sweeps.record import is_sweep, read_sweep
+from asyncrlhf.types import OBSERVED
 
 CURVES = (
     ("reward_mean", "reward"),
@@ -29,6 +31,8 @@ CURVES = (
 GAUGES = (("learner idle", "learner_idle_fraction"), ("generators idle", "generator_idle_fraction"))
 REPLICA_FIGURES = ("tokens_per_second", "idle_fraction", "lag", "in_flight", "latency", "held_back", "restarts")
 MAX_POINTS = 400  # of a curve, the newest; the widget draws at most its own width
+TURN_FIGURES = ("turn", "replica", "versions", "sampled", "observed", "tools", "failed", "seconds", "reward")
+SEEN = "italic cyan"  # the style of observed tokens
 CELL = 60  # characters of a prompt or a response
 
 
@@ -74,7 +78,7 @@ class RunScreen(Screen[None]):
 
     def on_mount(self) -> None:
         self.query_one("#replicas", DataTable).add_columns("replica", *(f.replace("_", " ") for f in REPLICA_FIGURES))
-        columns = ("rollout", "reward", "staleness", "state", "replica", "prompt", "response")
+        columns = ("rollout", "reward", "staleness", "turns", "state", "replica", "prompt", "response")
         self.query_one("#rollouts", DataTable).add_columns(*columns)
         self.look()
 
@@ -97,12 +101,51 @@ class RunScreen(Screen[None]):
         _fill(self.query_one("#replicas", DataTable), _replica_rows(run))
         _fill(self.query_one("#rollouts", DataTable), _rollout_rows(run))
 
+    def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
+        chosen = (
+            [row for row in self._run.rollouts if str(row["rollout_id"]) == event.row_key.value] if self._run else []
+        )
+        if self._run is not None and chosen:
+            self.app.push_screen(RolloutScreen(self._run.path, chosen[0]))
+
     def _headline(self, run: RunFollower, done: int, planned: int) -> Text:
         seconds = run.last.get("wall_time")
         took = f", {duration(seconds)}" if seconds else ""
         left = seconds / done * (planned - done) if seconds and done and not run.summary else 0
         eta = f", about {duration(left)} left" if left > 0 else ""
         return Text(f"{run.path}: {run.state(self._now())}. Step {done} of {planned or '?'}{took}{eta}")
+
+
+class RolloutScreen(Screen[None]):
+    """One rollout: its turns and its text, in which observed tokens look different from sampled ones if
+    ``rollout_tokens`` has the rollout."""
+
+    def __init__(self, run_dir: Path, row: dict[str, Any]) -> None:
+        super().__init__()
+        self._run_dir, self._row = run_dir, row
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="head")
+        with VerticalScroll():
+            yield DataTable(id="turns", cursor_type="none")
+            yield Static(id="prompt")
+            yield Static(id="response")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        row = self._row
+        facts = [f"Rollout {row['rollout_id']}: {row['state']}, reward {_number(row['reward']) or 'none'}"]
+        facts += [f"the environment's {_number(row['episode_reward'])}"] if row["episode_reward"] is not None else []
+        facts += [f"staleness {row['staleness']}"] if row["staleness"] is not None else []
+        self.query_one("#head", Static).update(Text(", ".join(facts)))
+        table, turns = self.query_one("#turns", DataTable), _turn_rows(row)
+        table.add_columns(*TURN_FIGURES)
+        _fill(table, turns)
+        table.display = bool(turns)
+        tokens = recorded_tokens(self._run_dir, row["rollout_id"])
+        response = Text.assemble(*((text, "" if own else SEEN) for text, own in tokens)) if tokens else None
+        self.query_one("#prompt", Static).update(Text(row["prompt"] or "", style="dim"))
+        self.query_one("#response", Static).update(response or Text(row["response"] or ""))
 
 
 class SweepScreen(Screen[None]):
@@ -171,7 +214,8 @@ class Dashboard(App[None]):
     .curve .title { height: 1; text-wrap: nowrap; text-overflow: ellipsis; }
     .curve Sparkline { height: 3; }
     #gauges { padding: 0 1 1 1; }
-    #replicas, #rollouts { height: auto; max-height: 20; margin: 0 1 1 1; }
+    #replicas, #rollouts, #turns { height: auto; max-height: 20; margin: 0 1 1 1; }
+    #prompt, #response { padding: 0 1; }
     """
     BINDINGS = [("q", "quit", "Quit"), ("r", "look", "Read again"), ("escape", "back", "Back")]  # noqa: RUF012
     ENABLE_COMMAND_PALETTE = False
@@ -235,8 +279,23 @@ def _rollout_rows(run: RunFollower) -> dict[str, tuple[str, ...]]:
     rows: dict[str, tuple[str, ...]] = {}
     for row in run.rollouts:
         texts = (_one_line(row["prompt"]), _one_line(row["response"]))
-        figures = (_number(row["reward"]), _number(row["staleness"]), row["state"], row["generator_id"] or "")
+        turns = str(len(row["turns"])) if row["turns"] else ""
+        figures = (_number(row["reward"]), _number(row["staleness"]), turns, row["state"], row["generator_id"] or "")
         rows[str(row["rollout_id"])] = (str(row["rollout_id"]), *figures, *texts)
+    return rows
+
+
+def _turn_rows(row: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """One row per turn of a rollout."""
+    rows: dict[str, tuple[str, ...]] = {}
+    turns: Sequence[dict[str, Any]] = row["turns"] or ()
+    ends = [*(turn["start"] for turn in turns[1:]), len(row["policy_versions"] or ())]
+    for number, (turn, end) in enumerate(zip(turns, ends, strict=False), 1):
+        versions = [v for v in row["policy_versions"][turn["start"] : turn["end"]] if v != OBSERVED]
+        span = f"{min(versions)} to {max(versions)}" if versions else ""
+        counts = (str(turn["end"] - turn["start"]), str(end - turn["end"]))
+        figures = (", ".join(turn["tools"]), str(turn["failures"]), f"{turn['seconds']:.2f}", _number(turn["reward"]))
+        rows[str(number)] = (str(number), turn["generator_id"] or "", span, *counts, *figures)
     return rows
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrlhf.types import IdArray, IntArray, Prompt, Rollout, TrainBatch, TrainSample
+from asyncrlhf.types import OBSERVED, IdArray, IntArray, Prompt, Rollout, TrainBatch, TrainSample
 
 # Arrays of a TrainBatch by the unit of their entries; the kept sets of truncated sampling have another layout.
 _TOKENS = (
@@ -21,9 +21,10 @@ _ROWS = ("rewards", "weights", "group_ids", "rollout_ids", "truncated", "critic_
 def pack(samples: Sequence[TrainSample]) -> TrainBatch:
     """Concatenate N samples, prompt then response, in the order given.
 
-    Response tokens older than ``masked_before_version`` leave ``loss_mask`` and stay in ``response_mask``. Raises
-    ValueError for an empty list, for an empty prompt or response, which leaves no token to condition on or to train,
-    and if only some rollouts have reference log-probs, values, or experts.
+    Sampled tokens older than ``masked_before_version`` leave ``loss_mask`` and stay in ``response_mask``; an episode's
+    observed tokens are in neither. Raises ValueError for an empty list, for an empty prompt or response or one without
+    a sampled token, which leave no token to condition on or to train, and if only some rollouts have reference
+    log-probs, values, or experts.
     """
     if not samples:
         raise ValueError("cannot pack a batch of no samples")
@@ -31,18 +32,21 @@ def pack(samples: Sequence[TrainSample]) -> TrainBatch:
         rollout = sample.rollout
         if len(rollout.prompt.token_ids) == 0 or len(rollout.response_ids) == 0:
             raise ValueError(f"rollout {rollout.rollout_id} has an empty prompt or response and cannot be packed")
+        if not rollout.sampled.any():
+            raise ValueError(f"rollout {rollout.rollout_id} has no sampled token and cannot be packed")
     rollouts = [sample.rollout for sample in samples]
     prompts = [r.prompt.token_ids for r in rollouts]
     responses = [r.response_ids for r in rollouts]
     spans = np.array([[len(p), len(r)] for p, r in zip(prompts, responses, strict=True)], dtype=np.int64)
-    response_mask = np.repeat(np.tile([False, True], len(samples)), spans.reshape(-1))
-    versions = np.full(len(response_mask), -1, dtype=np.int64)
-    versions[response_mask] = np.concatenate([r.policy_versions for r in rollouts])
-    logprobs = np.zeros(len(response_mask), dtype=np.float32)
-    logprobs[response_mask] = np.concatenate([r.behavior_logprobs for r in rollouts])
+    answered = np.repeat(np.tile([False, True], len(samples)), spans.reshape(-1))  # whole responses
+    versions = np.full(len(answered), OBSERVED, dtype=np.int64)
+    versions[answered] = np.concatenate([r.policy_versions for r in rollouts])
+    logprobs = np.zeros(len(answered), dtype=np.float32)
+    logprobs[answered] = np.concatenate([r.behavior_logprobs for r in rollouts])
+    response_mask = versions != OBSERVED
     versions_of_critic = [r.critic_version for r in rollouts if r.critic_version is not None]
-    kept_ids, kept_counts = _kept(rollouts, response_mask)
-    inputs = np.ones(len(response_mask), dtype=np.bool_)
+    kept_ids, kept_counts = _kept(rollouts, answered, response_mask)
+    inputs = np.ones(len(answered), dtype=np.bool_)
     inputs[np.cumsum(spans.sum(axis=1)) - 1] = False  # the last token of a sequence is no model's input
     oldest = np.repeat([sample.masked_before_version for sample in samples], spans.sum(axis=1))
     return TrainBatch(
@@ -59,8 +63,8 @@ def pack(samples: Sequence[TrainSample]) -> TrainBatch:
         group_ids=np.array([r.group_id for r in rollouts], dtype=np.int64),
         rollout_ids=np.array([r.rollout_id for r in rollouts], dtype=np.int64),
         truncated=np.array([r.finish_reason == "length" for r in rollouts], dtype=np.bool_),
-        ref_logprobs=_laid_out([r.ref_logprobs for r in rollouts], response_mask, "the reference's log-probs"),
-        values=_laid_out([r.values for r in rollouts], response_mask, "the critic's values"),
+        ref_logprobs=_laid_out([r.ref_logprobs for r in rollouts], answered, "the reference's log-probs"),
+        values=_laid_out([r.values for r in rollouts], answered, "the critic's values"),
         critic_versions=np.array(versions_of_critic, dtype=np.int64) if versions_of_critic else None,
         kept_ids=kept_ids,
         kept_counts=kept_counts,
@@ -68,14 +72,19 @@ def pack(samples: Sequence[TrainSample]) -> TrainBatch:
     )
 
 
-def _kept(rollouts: Sequence[Rollout], response_mask: np.ndarray) -> tuple[IdArray | None, IdArray | None]:
-    """The sets that truncated sampling kept, their counts laid out over all tokens [T]; None if there are none."""
+def _kept(
+    rollouts: Sequence[Rollout], answered: np.ndarray, response_mask: np.ndarray
+) -> tuple[IdArray | None, IdArray | None]:
+    """The sets that truncated sampling kept, their counts laid out over all tokens [T]; None if there are none. Raises
+    ValueError for a set at an observed token: the sets of the tokens after it would move."""
     ids = [r.kept_ids for r in rollouts if r.kept_ids is not None]
     if not ids:
         return None, None
-    counts = np.zeros(len(response_mask), dtype=np.int32)
+    counts = np.zeros(len(answered), dtype=np.int32)
     given = [np.zeros(len(r.response_ids), np.int32) if r.kept_counts is None else r.kept_counts for r in rollouts]
-    counts[response_mask] = np.concatenate(given)
+    counts[answered] = np.concatenate(given)
+    if counts[~response_mask].any():
+        raise ValueError("a rollout has a kept set at an observed token, which was not sampled from one")
     return np.concatenate(ids), counts
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 from asyncrlhf.episodes.driver import Driver
 from asyncrlhf.episodes.environment import EpisodeError
@@ -70,7 +71,8 @@ class EpisodeWorker:
     async def _play(self, request: GenerationRequest) -> None:
         rollout_id, task = request.rollout_id, asyncio.current_task()
         try:
-            result: Rollout | GenerationFailure = await self._driver.play(request, self._sample)
+            played = await self._driver.play(request, self._sample)
+            result: Rollout | GenerationFailure = replace(played, generator_id=self.name)
         except EpisodeError as error:
             result = GenerationFailure(rollout_id, str(error), request.epoch)
         if self._tasks.get(rollout_id) is not task:

@@ -232,7 +232,8 @@ class RunState:
         replica.in_flight.clear()
         self.journal.note("died", replica=replica.name, reason=str(error))
         for rollout_id in lost:
-            self.ledger.requeue(rollout_id)
+            if rollout_id not in self.episodes.wanted:  # else its turn is sampled again, and its episode goes on
+                self.ledger.requeue(rollout_id)
             self.requeue.append(rollout_id)
         self.message(f"{replica.name} died; its {len(lost)} rollouts are issued again. Cause: {error}")
         self.dead.put_nowait(replica)

@@ -13,6 +13,7 @@ import pyarrow.dataset as ds
 
 from asyncrlhf.planner.shapes import Workload
 from asyncrlhf.planner.tables import Fitted, fit
+from asyncrlhf.types import OBSERVED
 
 LONG = 3.0  # times the median: a longer step was delayed by something else (a hiccup)
 WARM_UP = 20  # first learner steps, left out, as of the figures that a simulation is compared with
@@ -105,7 +106,8 @@ def _message(run_dir: Path, scoring: float) -> float:
 def workload_of_run(run_dir: Path, cut: Sequence[int] = (), longest: int = 0) -> Workload:
     """Response lengths of trained and of dropped rollouts; ``cut``, ``longest``: see :meth:`Workload.from_lengths`."""
     rollouts = _columns(run_dir, "rollouts", "rollouts", ["policy_versions"])
-    lengths = [len(versions) for versions in rollouts["policy_versions"] if versions is not None and len(versions)]
+    given = [versions for versions in rollouts["policy_versions"] if versions is not None and len(versions)]
+    lengths = [int(np.count_nonzero(versions != OBSERVED)) for versions in given]
     rows = [row for row in _metrics(run_dir) if row.get("sequences")]
     prompts = [(row["tokens"] - row["response_tokens"]) / row["sequences"] for row in rows]
     return Workload.from_lengths(float(np.mean(prompts)) if prompts else 0.0, lengths, cut, longest)

@@ -182,7 +182,7 @@ class ReadAhead:
         """Count the tokens of rollouts that ``worker`` answered. It has released their caches; another owner is told to
         release them when it is idle."""
         for info in infos:
-            self.totals.scored += info.prompt_length + info.response_length
+            self.totals.scored += info.tokens
             self.totals.early += self.read_by(worker, info)
             if self.owns(worker, info):
                 self._forget(info.rollout_id)

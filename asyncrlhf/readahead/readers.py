@@ -127,4 +127,6 @@ class LogprobReadings(Readings):
                 reading.logprobs = np.concatenate([reading.logprobs, new.numpy()])
 
     def _answers(self, readings: Sequence[Reading]) -> list[FloatArray | str]:
-        return [self._reference._checked(reading.logprobs) for reading in readings]
+        # As in a whole pass, an observed token has no log-prob.
+        kept = (np.where(reading.sampled, reading.logprobs, np.float32(0)) for reading in readings)
+        return [self._reference._checked(logprobs) for logprobs in kept]

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+from numpy.typing import NDArray
 
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.attention.attention import IMPLEMENTATION, OPTIONS, Layout, packed_attention
@@ -61,6 +62,7 @@ class Reading:
     cache: transformers.DynamicCache | None = None
     last: torch.Tensor | None = None  # [H] hidden state of the last token that was read
     logprobs: FloatArray = field(default_factory=lambda: np.empty(0, np.float32))  # of the response tokens read
+    sampled: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))  # [L] once it is complete
 
     @property
     def cached(self) -> int:
@@ -228,7 +230,7 @@ class Readings:
         n = reading.cached
         if not (n and np.array_equal(ids[:n], reading.tokens[:n]) and self._readable(ids)):
             return None
-        reading.tokens = ids
+        reading.tokens, reading.sampled = ids, rollout.sampled
         return reading
 
     def release(self, rollout_ids: Iterable[int]) -> None:

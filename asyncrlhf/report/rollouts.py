@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from asyncrlhf.records.write.recorder import ROLLOUTS_FOLDER
+from asyncrlhf.records.write.rollout_rows import read_columns
 from asyncrlhf.records.write.rollout_tokens import TOKENS_FOLDER
 from asyncrlhf.report.load import Run
+from asyncrlhf.types import OBSERVED
 
 MAX_ROLLOUTS = 200  # of one run
 MAX_BYTES = 4_000_000  # of all runs of a page
@@ -30,13 +33,13 @@ def section(run: Run, max_bytes: int = MAX_BYTES) -> str:
     if not files:
         return ""
     page = (resources.files("asyncrlhf.report") / "rollouts.html").read_text(encoding="utf-8")
-    chosen, recorded = _chosen(files, max_bytes - len(page) - 200)
+    chosen, recorded = _chosen(files, run.path / ROLLOUTS_FOLDER, max_bytes - len(page) - 200)
     # "<" is never in the page's source, so that no text of a rollout can end the script that holds it.
     data = json.dumps({"rollouts": chosen, "recorded": recorded}, separators=(",", ":")).replace("<", "\\u003c")
     return page.replace("{{ data }}", data)
 
 
-def _chosen(files: list[Path], max_bytes: int) -> tuple[list[dict[str, Any]], int]:
+def _chosen(files: list[Path], rows_folder: Path, max_bytes: int) -> tuple[list[dict[str, Any]], int]:
     """(rollouts for the page in the order of their steps, number of recorded ones). They are spread evenly over the
     run; fewer if the bytes do not suffice."""
     counts = [pq.read_metadata(file).num_rows for file in files]
@@ -48,6 +51,7 @@ def _chosen(files: list[Path], max_bytes: int) -> tuple[list[dict[str, Any]], in
         if len(here):
             rows = pq.read_table(file, columns=_COLUMNS).take(pa.array(here)).to_pylist()
             found |= {int(first[number] + i): _compact(row) for i, row in zip(here, rows, strict=True)}
+    _add_turns([row for row in found.values() if OBSERVED in row["v"]], rows_folder)
     order = np.random.default_rng(0).permutation(wanted)
     kept, room = [], max_bytes
     for index in order.tolist():
@@ -65,21 +69,40 @@ def _compact(row: Mapping[str, Any]) -> dict[str, Any]:
     shown = slice(0, MAX_TOKENS)
     versions, weights = row["policy_versions"], np.array(row["importance_weight"], np.float64)
     mask = np.array(row["loss_mask"], bool)
+
+    def short(values: Sequence[float]) -> list[float | None]:
+        pairs = zip(values[shown], versions[shown], strict=True)
+        return [None if version == OBSERVED else _short(x) for x, version in pairs]
+
     return {
         "s": row["step"],
         "i": row["rollout_id"],
         "r": _short(row["reward"]),
-        "a": row["step"] - 1 - min(versions),
+        "a": row["step"] - 1 - min(version for version in versions if version != OBSERVED),
         "w": _short(weights[mask].mean()) if mask.any() else None,
         "p": row["prompt"],
         "t": row["tokens"][shown],
         "n": len(row["tokens"]),
         "v": versions[shown],
-        "x": [_short(x) for x in weights[shown]],
-        "b": [_short(x) for x in row["behavior_logprobs"][shown]],
-        "c": [_short(x) for x in row["policy_logprobs"][shown]],
-        "m": [i for i, trains in enumerate(row["loss_mask"][shown]) if not trains],
+        "x": short(row["importance_weight"]),
+        "b": short(row["behavior_logprobs"]),
+        "c": short(row["policy_logprobs"]),
+        "m": [i for i, trains in enumerate(row["loss_mask"][shown]) if not trains and versions[i] != OBSERVED],
     }
+
+
+def _add_turns(episodes: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Add to each episode its turns as ``rollouts/*.parquet`` has them, with the range of their versions."""
+    wanted = {row["i"]: row for row in episodes}
+    for file in sorted(folder.glob("part-*.parquet")) if wanted else ():
+        table = read_columns(file, ["rollout_id", "turns", "policy_versions"])
+        ours = [i for i, rollout_id in enumerate(table["rollout_id"].to_pylist()) if rollout_id in wanted]
+        for given in table.take(pa.array(ours, pa.int64())).to_pylist():
+            wanted[given["rollout_id"]]["e"] = [
+                {**turn, "v": [min(own), max(own)]}
+                for turn in given["turns"] or ()
+                if (own := given["policy_versions"][turn["start"] : turn["end"]])
+            ]
 
 
 def _short(value: float | None) -> float | None:

@@ -33,11 +33,12 @@ class RewardFunction(Protocol):
 
     ``prompts`` are the task's texts (without chat template), ``completions`` the responses without special tokens;
     if the dataset has conversations, both are lists of messages, in an episode those of all its turns, with
-    ``tool_calls``, and of the tools. The columns, each a list as long as ``prompts``:
-    ``completion_ids`` (list of int), those of the dataset's rows by name, and ``answer`` (str or None) and ``metadata``
-    (dict) unless the dataset has columns of these names. ``trainer_state``, ``log_extra`` and
-    ``log_metric`` are also passed; ``**columns`` takes the rest. Returns one finite number, or None for no score, per
-    completion, in order. It may be ``async``.
+    ``tool_calls``, and of the tools. The columns, each a list as long as ``prompts``: ``completion_ids`` (list of int;
+    as in TRL, an episode's observed tokens are among them), those of the dataset's rows by name, and ``answer`` (str or
+    None) and ``metadata`` (dict) unless the dataset has columns of these names; ``environments``, if there are any,
+    with the plain attributes of each. ``trainer_state``, ``log_extra`` and ``log_metric`` are also passed;
+    ``**columns`` takes the rest. Returns one finite number, or None for no score, per completion, in order. It may be
+    ``async``.
     """
 
     def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> Sequence[float | None]: ...
@@ -232,7 +233,7 @@ class Scorer:
             penalties["missing_eos"] = -self._config.missing_eos_penalty if rollout.finish_reason == "length" else 0.0
         if self._config.overlong_buffer > 0:
             penalties["overlong"] = overlong_penalty(
-                len(rollout.response_ids), self._max_completion_length, self._config.overlong_buffer
+                sampled_tokens(rollout), self._max_completion_length, self._config.overlong_buffer
             )
         reward = sum(self.sources[name].weight * score for name, score in parts.items()) + sum(penalties.values())
         return Annotation(rollout.rollout_id, reward, parts | penalties)
@@ -250,6 +251,11 @@ def _with_logged(result: Annotation, logged: Sequence[Logged]) -> Annotation:
     means = {name: float(np.mean([metrics[name] for metrics, _ in logged if name in metrics])) for name in names}
     extra = {column: value for _, columns in logged for column, value in columns.items()}
     return replace(result, logged=means, extra=json.dumps(extra) if extra else "")
+
+
+def sampled_tokens(rollout: Rollout) -> int:
+    """The length that counts: without the tokens that an episode's environment wrote."""
+    return int(np.count_nonzero(rollout.sampled))
 
 
 def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
@@ -289,10 +295,10 @@ class FunctionSource(RewardSource):
 
 
 class LengthSource(RewardSource):
-    """The number of response tokens, as a part of a sum."""
+    """The number of sampled tokens, as a part of a sum."""
 
     def scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        return [float(len(r.response_ids)) for r in rollouts]
+        return [float(sampled_tokens(r)) for r in rollouts]
 
 
 class EnvironmentSource(RewardSource):

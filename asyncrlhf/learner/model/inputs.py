@@ -37,21 +37,22 @@ class PackedInputs:
         sets: tuple[IdArray, IdArray] | None = None,
         routes: np.ndarray | None = None,
     ) -> PackedInputs:
-        """From ``token_ids`` [T], ``cu_seqlens`` [N+1], and ``predicted`` [T]: False on prompts, True after them.
+        """From ``token_ids`` [T], ``cu_seqlens`` [N+1], and ``predicted`` [T]: the tokens whose log-probs are wanted. A
+        sequence's prompt are the tokens before its first predicted one; others may follow it that are not predicted.
 
         ``sets``: the kept ids and the counts [T] of a batch whose sampling was truncated. ``routes`` [T, E]: the
         experts of each token; prompts are equal if theirs are, too.
         """
         starts, lengths = cu_seqlens[:-1], np.diff(cu_seqlens)
-        prompts = lengths - np.add.reduceat(predicted.astype(np.int64), starts)
+        sequence = np.repeat(np.arange(len(lengths)), lengths)
+        place = np.arange(len(token_ids)) - starts[sequence]
+        prompts = np.minimum.reduceat(np.where(predicted, place, lengths[sequence]), starts)
         seen: dict[bytes, int] = {}  # the first sequence with each prompt, which owns it
         facts = [token_ids] if routes is None else [token_ids, routes]
         spans = zip(starts, starts + prompts, strict=True)
         texts = (b"".join(fact[first:end].tobytes() for fact in facts) for first, end in spans)
         owners = np.array([seen.setdefault(text, index) for index, text in enumerate(texts)])
         shared = np.where(owners == np.arange(len(owners)), 0, prompts)  # prompt tokens that are packed with the owner
-        sequence = np.repeat(np.arange(len(lengths)), lengths)
-        place = np.arange(len(token_ids)) - starts[sequence]
         kept = (place >= shared[sequence]) & (place < lengths[sequence] - 1)
         packed = np.cumsum(kept) - 1  # [T] the new position of each kept token
         targets = np.flatnonzero(predicted)
@@ -80,7 +81,7 @@ class PackedInputs:
     def of_batch(
         cls, batch: TrainBatch, first: int = 0, last: int | None = None, device: torch.device | str = "cpu"
     ) -> PackedInputs:
-        """The sequences ``first`` to ``last`` (not included; None: all) of a batch, whose responses are predicted."""
+        """The sequences ``first`` to ``last`` (not included; None: all) of a batch, with predicted sampled tokens."""
         boundaries = batch.cu_seqlens[first : None if last is None else last + 1]
         part = slice(int(boundaries[0]), int(boundaries[-1]))
         sets = None

@@ -117,17 +117,17 @@ class RolloutPasses(ABC):
 
     @abstractmethod
     def _flat(self, inputs: PackedInputs) -> torch.Tensor:
-        """One number per response token: [M]."""
+        """One number per sampled token: [M]."""
 
     def _make_room(self) -> bool:
         """Free the memory held beside the weights after a pass ran out of it; returns False if there was none."""
         return False
 
     def answer(self, rollouts: Sequence[Rollout]) -> list[FloatArray | str]:
-        """The numbers [L] float32 of each rollout, or one sentence that says why it has none."""
+        """The numbers [L] float32 of each rollout, 0 at observed tokens, or one sentence that says why it has none."""
         refusal = f"The {self.model_name} has nothing to score: prompt or response is empty."
         answers: list[FloatArray | str] = [refusal] * len(rollouts)
-        able = [i for i, rollout in enumerate(rollouts) if len(rollout.prompt.token_ids) and len(rollout.response_ids)]
+        able = [i for i, rollout in enumerate(rollouts) if len(rollout.prompt.token_ids) and rollout.sampled.any()]
         lengths = np.array([len(rollouts[i].prompt.token_ids) + len(rollouts[i].response_ids) for i in able], np.int64)
         for batch in microbatch_indices(lengths, self._budget):
             chosen = [able[place] for place in batch]
@@ -158,7 +158,10 @@ class RolloutPasses(ABC):
         inputs = PackedInputs.of_batch(batch, device=self._device)
         with autocast(self._device, self._dtype):
             flat = self._flat(inputs).float().cpu().numpy()
-        return np.split(flat, np.cumsum([len(rollout.response_ids) for rollout in rollouts])[:-1])
+        sampled = np.concatenate([rollout.sampled for rollout in rollouts])
+        laid = np.zeros(len(sampled), np.float32)
+        laid[sampled] = flat
+        return np.split(laid, np.cumsum([len(rollout.response_ids) for rollout in rollouts])[:-1])
 
 
 class ReferencePolicy(RolloutPasses):

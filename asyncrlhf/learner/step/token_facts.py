@@ -17,7 +17,7 @@ from asyncrlhf.learner.step.targets import correction_weight, proximal_of
 @torch.no_grad()
 def token_facts(plan: StepPlan, config: AlgorithmConfig, rollout_ids: Collection[int]) -> list[dict[str, Any]]:
     """One dictionary a rollout of this rank among ``rollout_ids``, after the step: columns of
-    ``rollout_tokens/*.parquet``, with arrays [L] over the response's tokens.
+    ``rollout_tokens/*.parquet``, with arrays [L] over the response's tokens, 0 (versions: -1) at observed ones.
 
     ``policy_logprobs`` are those of the step's last pass. ``importance_weight`` is pi_prox / mu, not cut;
     ``behavior_weight`` what the loss multiplied the token by (None where ``algorithm.correction`` is none).
@@ -48,16 +48,19 @@ def token_facts(plan: StepPlan, config: AlgorithmConfig, rollout_ids: Collection
     for i in chosen:
         here = slice(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1]))
         said, stop = batch.response_mask[here], start + int(lengths[i])
-        row: dict[str, Any] = {name: table[k, start:stop] for k, name in enumerate(given)}
+        first = int(said.argmax())  # of the response, which begins with a sampled token
+        laid = np.zeros((len(given), len(said)), np.float32)
+        laid[:, said] = table[:, start:stop]
+        row: dict[str, Any] = {name: laid[k, first:] for k, name in enumerate(given)}
         row |= {name: None for name in columns if name not in given}
         row |= {
             "rollout_id": int(batch.rollout_ids[i]),
             "group_id": int(batch.group_ids[i]),
             "reward": float(batch.rewards[i]),
             "weight": float(batch.weights[i]),
-            "prompt_ids": batch.token_ids[here][~said],
-            "response_ids": batch.token_ids[here][said],
-            "policy_versions": batch.policy_versions[here][said],
+            "prompt_ids": batch.token_ids[here][:first],
+            "response_ids": batch.token_ids[here][first:],
+            "policy_versions": batch.policy_versions[here][first:],
             "loss_mask": row["loss_mask"] > 0,
         }
         rows.append(row)

@@ -97,6 +97,7 @@ class Meters:
             "learner_deaths": self._state.epoch,
             "wall_time": now - self._started,
             **self._staleness(version, taken),
+            **_episodes(version, taken),
             **_reward_parts(taken),
             **_means("logged/", [r.logged for t in taken for r in t.rollouts]),
             "staleness_bound": self._state.bound,
@@ -168,6 +169,23 @@ class Meters:
             found[f"{name}prefilled_fraction"] = (now.early - before.early) / scored if scored else 0.0
             found[f"{name}prefill_evictions"] = now.evicted - before.evicted
         return found
+
+
+def _episodes(version: int, taken: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Means over the batch's episodes; empty without any. ``observed_fraction`` is a share of all response tokens."""
+    rollouts = [r for t in taken for r in t.rollouts]
+    facts = [r.episode for r in rollouts if r.episode is not None]
+    if not facts:
+        return {}
+    observed = sum(r.observed_length for r in rollouts)
+    return {
+        "turns_mean": float(np.mean([f.turns for f in facts])),
+        "observed_fraction": observed / max(1, observed + sum(r.response_length for r in rollouts)),
+        "tool_seconds_mean": float(np.mean([f.tool_seconds for f in facts])),
+        "tool_failures_mean": float(np.mean([f.tool_failures for f in facts])),
+        "turn_staleness_first_mean": float(np.mean([version - f.first_version for f in facts])),
+        "turn_staleness_last_mean": float(np.mean([version - f.last_version for f in facts])),
+    }
 
 
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:

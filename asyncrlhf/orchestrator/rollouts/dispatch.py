@@ -165,11 +165,9 @@ class Dispatcher:
         state, turn = self._state, self._state.episodes.wanted.get(rollout_id)
         if turn is None:
             plan.of(replica).items.append(self._request(rollout_id, group_id, prompt))
-        else:
-            plan.of(replica).turns.append(turn.payload)
-        entry = state.ledger.get(rollout_id)
-        if entry is not None and entry.state == "admitted":  # later turns begin nothing
             state.ledger.start(rollout_id, replica.name, replica.version)
+        else:  # its episode has begun
+            plan.of(replica).turns.append(turn.payload)
         replica.begin(rollout_id, state.now(), state.version - replica.version)
 
     async def _probe(self, replica: Replica) -> bool:

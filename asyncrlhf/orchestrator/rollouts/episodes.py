@@ -20,7 +20,7 @@ from asyncrlhf.errors import ReplicaError
 from asyncrlhf.orchestrator.rollouts.annotate import Annotator
 from asyncrlhf.orchestrator.rollouts.assembly import Assembly
 from asyncrlhf.orchestrator.state import Replica, RunState
-from asyncrlhf.types import GenerationFailure, GenerationRequest, Rollout, RolloutInfo
+from asyncrlhf.types import OBSERVED, GenerationFailure, GenerationRequest, Rollout, RolloutInfo
 
 ATTEMPT = 2**20  # more than an episode has turns: the tag of a turn is its number, and this for each attempt before
 
@@ -55,6 +55,8 @@ class Episodes:
             worker = min(able, key=lambda own: load[own.name])
             load[worker.name] += 1
             self._table.at[request.rollout_id] = worker.name
+            if request.rollout_id >= 0:
+                self._state.ledger.start(request.rollout_id, worker.name, OBSERVED)
             told = replace(request, tag=self._attempts[request.rollout_id] * ATTEMPT)
             shares.setdefault(worker.name, []).append(told)
         for name, own in shares.items():
@@ -151,6 +153,7 @@ class Episodes:
         """Start the lost worker and its episodes again; False if it is not restarted and others take its work over."""
         lost = sorted(i for i, name in self._table.at.items() if name == worker.name)
         self._state.message(f"{error} Its {len(lost)} episodes start again.")
+        self._state.journal.note("died", replica=worker.name, reason=str(error))
         self._down.add(worker.name)
         await self._take_back(lost)
         try:
@@ -186,10 +189,9 @@ class Episodes:
         await asyncio.gather(*telling)
         for rollout_id in lost:
             entry = state.ledger.get(rollout_id) if rollout_id >= 0 else None
-            if entry is None or entry.state not in ("admitted", "generating"):
+            if entry is None or entry.state != "generating":
                 continue  # dropped meanwhile, or of an evaluation
-            if entry.state == "generating":
-                state.ledger.requeue(rollout_id)
+            state.ledger.requeue(rollout_id)
             if rollout_id not in waiting:
                 state.requeue.append(rollout_id)
 

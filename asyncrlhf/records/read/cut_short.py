@@ -11,6 +11,7 @@ import pyarrow.dataset as ds
 
 from asyncrlhf.records.read.replay import Findings, read_journal
 from asyncrlhf.records.write.journal import JOURNAL_FILE
+from asyncrlhf.types import OBSERVED
 
 
 @dataclass
@@ -52,7 +53,7 @@ def cut_lengths(run_dir: Path) -> list[int]:
     for rollout_id, versions in zip(*(table.column(name).to_pylist() for name in table.column_names), strict=True):
         if versions and rollout_id in flown.finished:
             replica, took = flown.finished[rollout_id]
-            tokens[replica] += len(versions)
+            tokens[replica] += len(versions) - versions.count(OBSERVED)
             seconds[replica] += took
     return [
         max(1, round(took * tokens[replica] / seconds[replica]))

@@ -9,13 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
 from asyncrlhf.records.show.summary import REPLICA_PREFIX
 from asyncrlhf.records.write.recorder import CONFIG_FILE, METRICS_FILE, ROLLOUTS_FOLDER, read_summary
+from asyncrlhf.records.write.rollout_rows import read_columns
+from asyncrlhf.records.write.rollout_tokens import TOKENS_FOLDER
+from asyncrlhf.types import OBSERVED
 
-SHOWN_COLUMNS = ("rollout_id", "prompt", "response", "reward", "staleness", "state", "generator_id")
+SHOWN_COLUMNS = (
+    *("rollout_id", "prompt", "response", "reward", "staleness", "state", "generator_id"),
+    *("policy_versions", "turns", "episode_reward"),
+)
 DEPTH = 4  # folders from runs to runs/sweeps/NAME/jobs/JOB
 QUIET_SECONDS = 120.0  # of silence of a run without a summary: it may have been killed
 
@@ -140,10 +147,23 @@ class RunFollower:
         if newest == self._part:
             return
         try:
-            rows = pq.read_table(parts[-1], columns=list(SHOWN_COLUMNS)).to_pylist() if parts else []
+            rows = read_columns(parts[-1], SHOWN_COLUMNS).to_pylist() if parts else []
         except (OSError, pa.ArrowInvalid):  # removed by a resumed run while it was read
             return
         self._part, self.rollouts = newest, rows[::-1][:count]
+
+
+def recorded_tokens(run_dir: Path, rollout_id: int) -> list[tuple[str, bool]]:
+    """The text of each response token, and whether the policy sampled it; empty for a rollout whose tokens are not
+    recorded."""
+    for path in sorted((run_dir / TOKENS_FOLDER).glob("steps-*.parquet"), reverse=True):
+        try:
+            table = pq.read_table(path, columns=["rollout_id", "tokens", "policy_versions"])
+        except (OSError, pa.ArrowInvalid):  # removed by a resumed run while it was read
+            continue
+        for row in table.filter(pc.equal(table["rollout_id"], rollout_id)).to_pylist():
+            return [(text, v != OBSERVED) for text, v in zip(row["tokens"], row["policy_versions"], strict=True)]
+    return []
 
 
 def newest_run(folder: Path) -> Path | None:

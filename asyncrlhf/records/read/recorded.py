@@ -8,16 +8,17 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
+from asyncrlhf.records.read.episodes import Turns, read_turns
 from asyncrlhf.records.read.replay import DROPPED, FAILED, TRAINED, Findings
 from asyncrlhf.records.write.recorder import ROLLOUTS_FOLDER
-from asyncrlhf.records.write.rollout_rows import ROLLOUT_SCHEMA
+from asyncrlhf.records.write.rollout_rows import ROLLOUT_SCHEMA, read_columns
+from asyncrlhf.types import OBSERVED
 
 _ENDS = {"trained": TRAINED, "dropped": DROPPED, "failed": FAILED}
 _COLUMNS = (
     *("rollout_id", "group_id", "reward", "policy_versions", "consumed_at_version"),
-    *("staleness", "state", "generator_id"),
+    *("staleness", "state", "generator_id", "turns"),
 )
 _SCHEMA = pa.schema([ROLLOUT_SCHEMA.field(name) for name in _COLUMNS])
 IntArray = np.ndarray
@@ -32,10 +33,10 @@ class Recorded:
     ids: IntArray  # [R]
     groups: IntArray  # [R]
     rewards: np.ndarray  # [R] NaN where there is none
-    lengths: IntArray  # [R] response tokens
-    oldest: IntArray  # [R] smallest version among the tokens; -1 without tokens
+    lengths: IntArray  # [R] sampled tokens of the response
+    oldest: IntArray  # [R] smallest version among them; -1 without any
     newest: IntArray  # [R]
-    falls: np.ndarray  # [R] whether a token is older than the one before it
+    turns: Turns
     staleness: IntArray  # [R] as the column says; -1 where it is null
     ends: IntArray  # [R] TRAINED, DROPPED or FAILED; -1 for another word
     generators: list[str]
@@ -55,16 +56,17 @@ def read_rollouts(run_dir: Path, found: Findings) -> Recorded:
     for path in parts:
         name = f"{ROLLOUTS_FOLDER}/{path.name}"
         try:
-            tables.append(pq.read_table(path, columns=_SCHEMA.names).select(_SCHEMA.names).cast(_SCHEMA))
+            tables.append(read_columns(path, _SCHEMA.names).cast(_SCHEMA))
             files.append(name)
+            _check_observed(path, name, tables[-1], found)
         except (OSError, pa.ArrowException, ValueError) as error:
             found.add(f"{name} cannot be read: {' '.join(str(error).split())[:200]}")
     table = pa.concat_tables(tables).combine_chunks()
     generators = table["generator_id"].combine_chunks().dictionary_encode()
     lengths, versions = _lists(table["policy_versions"])
-    rows = np.repeat(np.arange(len(lengths)), lengths)
-    falls = np.zeros(len(lengths), dtype=bool)
-    falls[rows[1:][(np.diff(versions) < 0) & (np.diff(rows) == 0)]] = True
+    turns = read_turns(table["turns"], lengths, versions)
+    if turns.observed.any():
+        lengths, versions = lengths - turns.observed, versions[versions != OBSERVED]
     uses, used_at = _lists(table["consumed_at_version"])
     return Recorded(
         files=files,
@@ -75,7 +77,7 @@ def read_rollouts(run_dir: Path, found: Findings) -> Recorded:
         lengths=lengths,
         oldest=_of_each(np.minimum, lengths, versions),
         newest=_of_each(np.maximum, lengths, versions),
-        falls=falls,
+        turns=turns,
         staleness=_integers(table["staleness"]),
         ends=np.array([_ENDS.get(word, -1) for word in table["state"].to_pylist()], dtype=np.int64),
         generators=generators.dictionary.to_pylist(),
@@ -83,6 +85,21 @@ def read_rollouts(run_dir: Path, found: Findings) -> Recorded:
         used_row=np.repeat(np.arange(len(uses)), uses),
         used_at=used_at,
     )
+
+
+def _check_observed(path: Path, name: str, part: pa.Table, found: Findings) -> None:
+    """Check that the observed tokens of a part have log-prob 0; a part without episodes is not read again."""
+    lengths, versions = _lists(part["policy_versions"])
+    observed = versions == OBSERVED
+    if not observed.any():
+        return
+    given = read_columns(path, ["behavior_logprobs"])["behavior_logprobs"]
+    others, logprobs = pc.fill_null(pc.list_value_length(given), 0).to_numpy(), pc.list_flatten(given).to_numpy()
+    ids = _integers(part["rollout_id"])
+    if (other := lengths != others).any():
+        found.add(f"{name}: rollouts {{ids}} have another number of log-probs than of tokens.", *ids[other].tolist())
+    elif len(loud := np.unique(np.repeat(ids, lengths)[observed & (logprobs != 0)])):
+        found.add(f"{name}: rollouts {{ids}} have an observed token with a log-prob.", *loud.tolist())
 
 
 def _check_numbers(parts: list[Path], found: Findings) -> None:

@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
+from asyncrlhf.types import OBSERVED
 
 SHOWN = 8  # ids named in one sentence
 ADMITTED, GENERATING, SCORING, BUFFERED, TRAINED, DROPPED, FAILED = range(7)
 STATES = ("admitted", "generating", "scoring", "buffered", "trained", "dropped", "failed")
 LIVE = (ADMITTED, GENERATING, SCORING, BUFFERED)
+# Of an episode: the version that each replica held when it began, and the one that each was last asked to load before
+# it finished (None before).
+Weights = tuple[Mapping[str, int], Mapping[str, int] | None]
 
 
 class Findings:
@@ -83,6 +87,7 @@ class History:
     uses: list[tuple[int, int]] = field(default_factory=list)  # rollout id, version
     started: list[tuple[str, int]] = field(default_factory=list)  # replica and the version that it held, "" before
     newest: list[int] = field(default_factory=list)  # that its replica was asked to load before it finished; -1 before
+    episodes: dict[int, Weights] = field(default_factory=dict)  # by rollout id
     dropped: Counter[str] = field(default_factory=Counter)
     failed: int = 0
     steps: list[Step] = field(default_factory=list)
@@ -161,6 +166,9 @@ class Replay:
         self._marked = set(marked)
         self._held: dict[str, int] = {}  # by live replica: the version it said that it holds
         self._asked: dict[str, int] = {}  # ... and the one that it was last asked to load
+        self._ever: dict[str, int] = {}  # ... also by replicas that died since
+        self._workers: set[str] = set()  # live ones that run episodes
+        self._copies: dict[str, dict[str, int]] = {}
         self._awaited: set[str] = set()  # members of the publish under way that have not answered
         self._last_use: dict[int, int] = {}  # of live rollouts that were trained
         self._use_counts: Counter[int] = Counter()
@@ -204,6 +212,7 @@ class Replay:
         self._version = self._resumed_at = self.history.resumed_at = line["step"]
         self._bound = self._rules.asynchrony.bound
         self._held, self._asked, self._awaited, self._batch = {}, {}, set(), []
+        self._ever, self._workers = {}, set()
         self._published = -1
         self.history.open_publish = None
         self.history.ended = None
@@ -234,9 +243,13 @@ class Replay:
         for i, state in enumerate(history.state):
             if state in LIVE:
                 history.newest[i] = min(history.newest[i], to)
+                held, asked = history.episodes.get(i, ({}, None))
+                if asked is not None:
+                    history.episodes[i] = held, {name: min(version, to) for name, version in asked.items()}
         history.steps = [step for step in history.steps if step.number <= to]
         self._version, self._batch = to, []
         self._asked = {replica: min(version, to) for replica, version in self._asked.items()}
+        self._ever, self._workers = {replica: min(version, to) for replica, version in self._ever.items()}, set()
         self._held, self._awaited, self._published, history.open_publish = {}, set(), -1, None
 
     def _on_bound(self, line: dict[str, Any]) -> None:
@@ -280,7 +293,10 @@ class Replay:
         held = self._held.get(replica)
         for rollout_id in self._move(line, GENERATING, ADMITTED):
             self.history.started[rollout_id] = (replica, version)
-            if held != version:
+            if version == OBSERVED:  # it has no weights: it runs the episode, whose turns replicas sample
+                self._workers.add(replica)
+                self.history.episodes[rollout_id] = self._copy("held", self._held), None
+            elif held != version:
                 holds = "was not there" if held is None else f"held version {held}"
                 said = f"journal.jsonl: rollouts {{ids}} were given to {replica} as version {version}, but it {holds}."
                 self._found.add(said, rollout_id)
@@ -288,9 +304,18 @@ class Replay:
     def _on_finished(self, line: dict[str, Any]) -> None:
         for rollout_id in self._move(line, SCORING, GENERATING):
             replica = self.history.started[rollout_id][0]
-            if replica not in self._asked:
+            if replica not in self._asked and replica not in self._workers:
                 self._found.add(f"journal.jsonl: rollouts {{ids}} finished on {replica}, which was dead.", rollout_id)
+            if rollout_id in self.history.episodes:
+                held, _ = self.history.episodes[rollout_id]
+                self.history.episodes[rollout_id] = held, self._copy("ever", self._ever)
             self.history.newest[rollout_id] = self._asked.get(replica, -1)
+
+    def _copy(self, name: str, versions: dict[str, int]) -> Mapping[str, int]:
+        """A copy of ``versions``: the previous one of this name as long as it is the same."""
+        if self._copies.get(name) != versions:
+            self._copies[name] = dict(versions)
+        return self._copies[name]
 
     def _on_buffered(self, line: dict[str, Any]) -> None:
         for _ in self._move(line, BUFFERED, SCORING):
@@ -299,8 +324,9 @@ class Replay:
     def _on_requeued(self, line: dict[str, Any]) -> None:
         for rollout_id in self._move(line, ADMITTED, GENERATING, SCORING):
             replica = self.history.started[rollout_id][0]
-            if replica in self._held:
+            if replica in self._held or replica in self._workers:
                 self._found.add(f"journal.jsonl: rollouts {{ids}} were requeued although {replica} lives.", rollout_id)
+            self.history.episodes.pop(rollout_id, None)
             self.history.started[rollout_id] = ("", -1)
             self.history.newest[rollout_id] = -1
 
@@ -406,7 +432,7 @@ class Replay:
         if version > self._published or version < self._asked.get(replica, -1):
             said = f"journal.jsonl: {replica} was asked to load version {version}; {self._published} was published."
             self._found.add(said)
-        self._asked[replica] = version
+        self._asked[replica] = self._ever[replica] = version
 
     def _on_loaded(self, line: dict[str, Any]) -> None:
         replica, version = line["replica"], line["version"]
@@ -431,6 +457,7 @@ class Replay:
         for replicas in (self._held, self._asked):
             replicas.pop(line["replica"], None)
         self._awaited.discard(line["replica"])
+        self._workers.discard(line["replica"])
 
     def _on_joined(self, line: dict[str, Any]) -> None:
         if self._held.get(line["replica"]) != line["version"]:

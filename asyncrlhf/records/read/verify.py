@@ -321,7 +321,8 @@ class _RolloutChecks:
         self._name(
             "rollouts {ids} were used and do not count as trained.", np.flatnonzero((rows.ends != TRAINED) & used)
         )
-        self._name("rollouts {ids} have a token older than the one before it.", np.flatnonzero(rows.falls))
+        for said, wrong in rows.turns.faults.items():
+            self._name(said, wrong)
 
     def _against_journal(self) -> None:
         rows, state = self.rows, np.frombuffer(bytes(self.history.state), dtype=np.uint8)
@@ -357,6 +358,7 @@ class _RolloutChecks:
         self._name("rollouts {ids} have a token of a version that their replica was not given.", late)
         named = rows.generator[at]
         self._name("rollouts {ids} name another replica than the one that got them.", at[done & (named != replica)])
+        rows.turns.check_weights(rows.ids, history.episodes, self._name)
 
     def _compare_uses(self, at: np.ndarray) -> None:
         """Check that the journal and the rows of ended rollouts contain the same trainings."""
@@ -439,6 +441,7 @@ class _RolloutChecks:
             "staleness_max": largest,
             "reward_mean": np.bincount(at, rows.rewards[row], total) / np.maximum(count, 1),
             "response_length_mean": np.bincount(at, rows.lengths[row], total) / np.maximum(count, 1),
+            **rows.turns.figures(row, at, rows.lengths, total),
         }
         for name, recomputed in figures.items():
             said = np.array([np.nan if (v := m.get(name)) is None else v for m in self.metrics[:total]], dtype=float)

@@ -173,6 +173,17 @@ FAMILIES: tuple[Family, ...] = (
         ("invalid_behavior_tokens", "tokens", "invalid tokens", "Tokens without a finite log-prob of the sampler."),
     ),
     _family(
+        "Episodes",
+        "episodes",
+        "Only of batches with episodes: means over them.",
+        ("turns_mean", "turns", "turns", "Turns of an episode."),
+        ("observed_fraction", "share", "observed", "Response tokens of the batch that were observed, not sampled."),
+        ("tool_seconds_mean", "s", "tool time", "Time of the environment's steps, all turns of an episode."),
+        ("tool_failures_mean", "calls", "failed tool calls", "Calls that were malformed, unknown, raised or late."),
+        ("turn_staleness_first_mean", "versions", "first turn's staleness", "Of its oldest token."),
+        ("turn_staleness_last_mean", "versions", "last turn's staleness", "Of its oldest token."),
+    ),
+    _family(
         "Time",
         "time",
         "Seconds and rates since the line before. Under runtime=local they are those of the virtual clock.",

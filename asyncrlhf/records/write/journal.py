@@ -34,7 +34,7 @@ EVENTS = {
     "undone": "the lines from `line` to this one do not count: the run continues from a checkpoint before them",
     "begin": "the run begins, or continues from the checkpoint of `step`; the settings that decide what may train",
     "admitted": "`ids`, the rollouts of `group`, were admitted; `prompt`: its id",
-    "started": "`ids` were given to `replica`, which held `version`",
+    "started": "`ids` were given to `replica`, which held `version`; -1: it runs episodes, whose turns replicas sample",
     "finished": "`ids` were sampled completely and left their replica",
     "buffered": "`ids` have their reward, and reference log-probs and values if services compute them",
     "trained": "`ids` were trained on at policy `version`; `last`: for the last time",

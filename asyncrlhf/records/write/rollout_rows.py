@@ -11,8 +11,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from asyncrlhf.records.write.whole_files import write_table
-from asyncrlhf.types import Rollout
+from asyncrlhf.types import OBSERVED, Rollout, Turn
 
+TURN = pa.struct(
+    [
+        ("start", pa.int64()),
+        ("end", pa.int64()),
+        ("generator_id", pa.string()),
+        ("tools", pa.list_(pa.string())),
+        ("seconds", pa.float64()),
+        ("failures", pa.int64()),
+        ("reward", pa.float64()),
+    ]
+)
 ROLLOUT_SCHEMA = pa.schema(
     [
         ("rollout_id", pa.int64()),
@@ -33,6 +44,8 @@ ROLLOUT_SCHEMA = pa.schema(
         ("consumed_at", pa.float64()),
         ("epoch", pa.int64()),
         ("extra", pa.string()),
+        ("turns", pa.list_(TURN)),
+        ("episode_reward", pa.float64()),
     ]
 )
 EVALUATIONS_FOLDER = "evaluations"
@@ -57,7 +70,8 @@ class RolloutRow:
     ``consumed_at_version`` has one entry per use, ``staleness`` is that of the last use (None if never used), times are
     seconds of the run's clock and ``consumed_at`` is the last use's. ``epoch``: the run's epoch when the rollout was
     given to its generator; with ``policy_versions`` it identifies the weights that sampled each token. ``extra``: the
-    arguments of ``log_extra``, as a JSON object.
+    arguments of ``log_extra``, as a JSON object. ``turns``: those of an episode, in which the observed tokens have
+    version -1 and log-prob 0.
     """
 
     rollout_id: int
@@ -78,11 +92,14 @@ class RolloutRow:
     consumed_at: float | None = None
     epoch: int = 0
     extra: str | None = None
+    turns: tuple[Turn, ...] = ()
+    episode_reward: float | None = None
 
     def fill(self, rollout: Rollout) -> None:
         """Copy text and arrays from the finished rollout."""
         self.prompt, self.response = rollout.prompt.text, rollout.response_text
         self.policy_versions, self.behavior_logprobs = rollout.policy_versions, rollout.behavior_logprobs
+        self.turns, self.episode_reward = rollout.turns, rollout.episode_reward
 
 
 def write_part(target: Path, rows: Sequence[RolloutRow], rollouts: Sequence[Rollout | None] | None = None) -> None:
@@ -90,7 +107,25 @@ def write_part(target: Path, rows: Sequence[RolloutRow], rollouts: Sequence[Roll
     for row, rollout in zip(rows, rollouts or (), strict=rollouts is not None):
         if rollout is not None:
             row.fill(rollout)
-    write_table(target, {name: [getattr(row, name) for row in rows] for name in ROLLOUT_SCHEMA.names}, ROLLOUT_SCHEMA)
+    columns: dict[str, Any] = {name: [getattr(row, name) for row in rows] for name in ROLLOUT_SCHEMA.names}
+    columns["turns"] = [[_told(turn) for turn in row.turns] for row in rows]
+    write_table(target, columns, ROLLOUT_SCHEMA)
+
+
+def _told(turn: Turn) -> dict[str, Any]:
+    """Its fields. A model may call a tool by halves of characters, which Parquet cannot hold."""
+    return {**vars(turn), "tools": [name.encode(errors="replace").decode() for name in turn.tools]}
+
+
+def read_columns(path: Path, names: Sequence[str]) -> pa.Table:
+    """Columns of one file. Those of episodes are null if the file was written before there were any."""
+    missing = {"turns", "episode_reward"} - set(pq.read_schema(path).names)
+    table = pq.read_table(path, columns=[name for name in names if name not in missing])
+    for name in missing.intersection(names):
+        table = table.append_column(
+            ROLLOUT_SCHEMA.field(name), pa.nulls(table.num_rows, ROLLOUT_SCHEMA.field(name).type)
+        )
+    return table.select(names)
 
 
 def undo_uses(target: Path, version: int, returned: Collection[int]) -> None:
@@ -104,7 +139,8 @@ def undo_uses(target: Path, version: int, returned: Collection[int]) -> None:
             continue
         row |= {"consumed_at_version": kept, "consumed_at": None, "staleness": None}
         if kept:
-            row["staleness"] = kept[-1] - min(row["policy_versions"], default=kept[-1])
+            sampled = [at for at in row["policy_versions"] if at != OBSERVED]
+            row["staleness"] = kept[-1] - min(sampled, default=kept[-1])
         else:
             row |= {"state": "dropped", "drop_reason": "rolled_back"}
     write_table(target, {name: [row.get(name) for row in rows] for name in ROLLOUT_SCHEMA.names}, ROLLOUT_SCHEMA)

@@ -12,14 +12,17 @@ import pyarrow as pa
 
 from asyncrlhf.buffer.ledger import prompt_from_json, prompt_to_json
 from asyncrlhf.errors import CheckpointError
-from asyncrlhf.types import Rollout
+from asyncrlhf.types import Rollout, Turn
 
 ARRAYS = {
     "response_ids": pa.int64(), "behavior_logprobs": pa.float32(), "policy_versions": pa.int64(),
     "ref_logprobs": pa.float32(), "values": pa.float32(), "kept_ids": pa.int32(), "kept_counts": pa.int32(),
     "routed_experts": pa.uint16(),  # [P+L-1, E] flat
 }  # fmt: skip
-FACTS = ("rollout_id", "group_id", "finish_reason", "response_text", "generator_id", "critic_version")
+FACTS = (
+    "rollout_id", "group_id", "finish_reason", "response_text", "generator_id", "critic_version", "tag", "turns",
+    "episode_reward",
+)  # fmt: skip
 # Texts are stored as JSON, whose escapes can hold what UTF-8 cannot; siblings share one entry for their prompt.
 SCHEMA = pa.schema(
     [
@@ -33,7 +36,7 @@ SCHEMA = pa.schema(
 def write_rollouts(target: Path, rollouts: Sequence[Rollout]) -> None:
     """Write one Arrow IPC file, in the order of ``rollouts``. Their prompts' metadata must be JSON-able."""
     columns = {
-        "facts": pa.array([json.dumps({name: getattr(r, name) for name in FACTS}) for r in rollouts], pa.string()),
+        "facts": pa.array([json.dumps(_facts(r)) for r in rollouts], pa.string()),
         "prompt": pa.array([json.dumps(prompt_to_json(r.prompt)) for r in rollouts], pa.string()).dictionary_encode(),
         **{name: pa.array([_cast(getattr(r, name), kind) for r in rollouts], pa.large_list(kind))
            for name, kind in ARRAYS.items()},
@@ -69,6 +72,7 @@ def _rollouts(table: pa.Table) -> list[Rollout]:
         facts: dict[str, Any] = json.loads(text)
         if set(facts) != set(FACTS) or not all(type(facts[name]) is int for name in ("rollout_id", "group_id")):
             raise ValueError(f"row {i} is not a rollout")
+        facts["turns"] = tuple(Turn(**{**turn, "tools": tuple(turn["tools"])}) for turn in facts["turns"])
         own = {name: column[i] for name, column in arrays.items()}
         if (routes := own["routed_experts"]) is not None:
             inputs = len(prompts[place].token_ids) + len(own["response_ids"]) - 1
@@ -76,6 +80,10 @@ def _rollouts(table: pa.Table) -> list[Rollout]:
             own["routed_experts"] = routes.reshape(inputs, -1).astype(narrow)
         rollouts.append(Rollout(prompt=prompts[place], **facts, **own))
     return rollouts
+
+
+def _facts(rollout: Rollout) -> dict[str, Any]:
+    return {name: getattr(rollout, name) for name in FACTS} | {"turns": [vars(turn) for turn in rollout.turns]}
 
 
 def _cast(array: np.ndarray | None, kind: pa.DataType) -> np.ndarray | None:

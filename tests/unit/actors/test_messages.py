@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,10 +15,22 @@ import pytest
 from asyncrlhf.actors.messages import Alike, Collected, RolloutBundle
 from asyncrlhf.actors.part import RecordActor
 from asyncrlhf.actors.worker import describe
+from asyncrlhf.buffer.held import group_from_json, group_to_json
 from asyncrlhf.readahead.owners import ChunkInfo
-from asyncrlhf.records.write.rollout_rows import RolloutRow, write_part
+from asyncrlhf.records.write.rollout_rows import RolloutRow, undo_uses, write_part
 from asyncrlhf.records.write.spans import SpanBatch
-from asyncrlhf.types import GenerationFailure, GenerationRequest, Payload, Prompt, Rollout, SamplingParams
+from asyncrlhf.types import (
+    OBSERVED,
+    EpisodeFacts,
+    GenerationFailure,
+    GenerationRequest,
+    Payload,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    Turn,
+)
 
 
 def prompt(number: int) -> Prompt:
@@ -44,6 +57,12 @@ def rollout(number: int, of: Prompt) -> Rollout:
 def rollouts() -> list[Rollout]:
     prompts = [prompt(number) for number in range(3)]
     return [rollout(number, prompts[number // 2]) for number in range(6)]
+
+
+def episode() -> Rollout:
+    turns = Turn(0, 2, "g-0", ("search", "\ud800"), 1.5, 1), Turn(3, 6, "g-1", (), 0.5, 0, 0.25)
+    versions, logprobs = np.array([5, 6, OBSERVED, 4, 7, 7]), np.full(6, -1.0, np.float32)
+    return Rollout(8, 4, prompt(1), np.arange(6), logprobs, versions, "stop", tag=3, turns=turns, episode_reward=1.0)
 
 
 def travelled(thing: Any) -> Any:
@@ -74,6 +93,29 @@ def test_a_bundle_brings_every_field_and_any_part_of_it_can_be_read() -> None:
     assert_equal(given[-1], there[-1])
     with pytest.raises(IndexError):
         there[len(given)]
+
+
+def test_an_episode_brings_its_turns_and_facts_about_them(tmp_path: Path) -> None:
+    given = episode()
+    assert_equal(given, travelled(RolloutBundle([given, *rollouts()]))[0])
+    told = travelled(Collected(describe([given, *rollouts()]), ages=[0.0] * 7)).finished
+    info = told[0]
+    assert info.episode == EpisodeFacts(2, 2.0, tool_calls=2, tool_failures=1, first_version=5, last_version=4)
+    assert (info.response_length, info.observed_length, info.min_version, info.max_version) == (5, 1, 4, 7)
+    assert [other.episode for other in told[1:]] == [None] * 6
+    info.reward = told[1].reward = 0.5
+    group = RolloutGroup(4, (info, told[1]))
+    saved = json.loads(json.dumps(group_to_json(group)))
+    assert group_from_json(saved, {8: info.payload, 0: told[1].payload}) == group
+
+    used = RolloutRow(8, 4, "", "trained", 0.0, consumed_at_version=(7, 9), staleness=5)
+    write_part(tmp_path / "part-00000.parquet", [used], [given])
+    undo_uses(tmp_path / "part-00000.parquet", 9, ())
+    (row,) = pq.read_table(tmp_path / "part-00000.parquet").to_pylist()
+    assert (row["consumed_at_version"], row["staleness"], row["episode_reward"]) == ([7], 3, 1.0)
+    assert row["policy_versions"] == [5, 6, OBSERVED, 4, 7, 7]
+    assert [turn["tools"] for turn in row["turns"]] == [["search", "?"], []], "no half of a character"
+    assert Turn(**(row["turns"][1] | {"tools": ()})) == given.turns[1]
 
 
 def test_siblings_of_a_bundle_share_their_prompt_and_a_bundle_can_go_on() -> None:

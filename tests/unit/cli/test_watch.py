@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
 from asyncrlhf.cli.main import main
 from asyncrlhf.records.write.rollout_rows import RolloutRow, write_part
+from asyncrlhf.types import OBSERVED, Turn
 
 pytest.importorskip("textual", reason="the extra watch is not installed")
 from textual.widgets import DataTable, ProgressBar, Sparkline, Static
@@ -73,7 +76,33 @@ async def test_a_run_that_starts_later_and_grows(tmp_path: Path) -> None:
         await pilot.pause()
         assert "done. Step 4 of 10" in text(app, "#head")
         table = app.screen.query_one("#rollouts", DataTable)
-        assert [str(cell) for cell in table.get_row_at(0)] == ["3", "1", "1", "trained", "", "1+3=", "[3]"]
+        assert [str(cell) for cell in table.get_row_at(0)] == ["3", "1", "1", "", "trained", "", "1+3=", "[3]"]
+
+
+async def test_enter_shows_the_turns_of_an_episode_and_what_it_observed(tmp_path: Path) -> None:
+    add_steps(tmp_path, 1, 2)
+    turns = Turn(0, 1, "g-0", ("search",), 1.5, 1), Turn(3, 4, "g-1", reward=0.5)
+    row = RolloutRow(7, 0, "1+3=", "trained", 0.0, "4!?4", 1.0, [4, OBSERVED, OBSERVED, 6], staleness=2, turns=turns)
+    (tmp_path / "rollouts").mkdir()
+    write_part(tmp_path / "rollouts" / "part-00000.parquet", [row])
+    (tmp_path / "rollout_tokens").mkdir()
+    tokens = {"rollout_id": [7], "tokens": [["4", "!", "?", "4"]], "policy_versions": [row.policy_versions]}
+    pq.write_table(pa.table(tokens), tmp_path / "rollout_tokens" / "steps-1-2-rank-0.parquet")
+    app = Dashboard(tmp_path, NEVER, lambda: 0.0)
+    async with app.run_test(size=(120, 60)) as pilot:
+        app.screen.query_one("#rollouts", DataTable).focus()
+        await pilot.press("enter")
+        await pilot.pause()
+        assert "Rollout 7: trained, reward 1, staleness 2" in text(app, "#head")
+        table = app.screen.query_one("#turns", DataTable)
+        said = [[str(cell) for cell in table.get_row_at(i)] for i in range(2)]
+        assert said[0] == ["1", "g-0", "4 to 4", "1", "2", "search", "1", "1.50", ""]
+        assert said[1] == ["2", "g-1", "6 to 6", "1", "0", "", "0", "0.00", "0.5"]
+        shown = app.screen.query_one("#response", Static).render()
+        styled = {shown.plain[span.start : span.end] for span in shown.spans if span.style}
+        assert shown.plain == "4!?4" and styled == {"!", "?"}, "what was observed looks different"
+        await pilot.press("escape")
+        assert app.screen.query("#rollouts")
 
 
 async def test_a_sweep_shows_its_jobs_and_each_of_them(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
@@ -10,7 +12,7 @@ from asyncrlhf.data.packing import pack, select, sequence_lengths, share_out
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
 from asyncrlhf.learner.settings.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
-from asyncrlhf.types import Prompt, Rollout, TrainBatch, TrainSample
+from asyncrlhf.types import OBSERVED, Prompt, Rollout, TrainBatch, TrainSample
 from tests.numeric import assert_close
 
 VOCABULARY = 17
@@ -71,6 +73,21 @@ def samples(
 
 def random_batch(groups: int = 4, size: int = 3, seed: int = 0, **options: int) -> TrainBatch:
     return pack(samples(groups, size, seed, **options))
+
+
+def with_gaps(sample: TrainSample, garbage: float = 0.0) -> TrainSample:
+    """The rollout with up to 6 observed tokens after sampled ones, the last included; ``garbage``: their numbers."""
+    given, draws = sample.rollout, np.random.default_rng(sample.rollout.rollout_id)
+    after = np.sort(draws.integers(1, len(given.response_ids) + 1, int(draws.integers(0, 7))))
+    numbers = {name: getattr(given, name) for name in ("behavior_logprobs", "ref_logprobs", "values")}
+    rollout = replace(
+        given,
+        response_ids=np.insert(given.response_ids, after, draws.integers(0, VOCABULARY, len(after))),
+        policy_versions=np.insert(given.policy_versions, after, OBSERVED),
+        kept_counts=None if given.kept_counts is None else np.insert(given.kept_counts, after, 0),
+        **{name: np.insert(array, after, garbage) for name, array in numbers.items() if array is not None},
+    )
+    return replace(sample, rollout=rollout)
 
 
 def backend(

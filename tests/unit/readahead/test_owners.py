@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -100,11 +101,12 @@ class World:
     def arrive(self, *ids: int, start: int = 0, length: int = 10) -> None:
         self.chunks.arrived([ChunkInfo(i, start, length, Payload("chunks", i)) for i in ids])
 
-    def finish(self, *ids: int) -> None:
+    def finish(self, *ids: int, observed: int = 0) -> None:
+        """``observed``: of the 27 tokens of each response."""
         for i in ids:
             self.state.groups[i // SIZE].unfinished.discard(i)
             info = RolloutInfo(i, i // SIZE, "g", 3, 27, 0, 0, "stop", self.state.now(), Payload("rollouts", i))
-            self.scoring.arrived([info])
+            self.scoring.arrived([replace(info, response_length=27 - observed, observed_length=observed)])
         self.state.progressed()
 
     async def idle(self) -> None:
@@ -182,7 +184,8 @@ def test_sequences_stay_with_the_worker_that_holds_their_beginning() -> None:
         await world.idle()
         world.arrive(*range(8), start=10)
         await world.idle()
-        world.finish(*range(8))
+        world.finish(*range(4))
+        world.finish(*range(4, 8), observed=20)  # which were read and scored too
         await world.idle()
 
     world = play(story, workers=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ import pyarrow as pa
 import pytest
 
 from asyncrlhf.errors import CheckpointError
-from asyncrlhf.records.write.saved_rollouts import SCHEMA, read_rollouts, write_rollouts
-from asyncrlhf.types import Prompt, Rollout
+from asyncrlhf.records.write.saved_rollouts import SCHEMA, _facts, read_rollouts, write_rollouts
+from asyncrlhf.types import OBSERVED, Prompt, Rollout, Turn
 
 PROMPT = Prompt(
     "p-1", "2+3=\ud800", np.array([2, 7, 1]), "5", {"level": 3, "tags": ["a", None]}, [{"role": "user", "content": "ü"}]
@@ -26,6 +27,10 @@ FIRST = Rollout(
 SECOND = replace(
     FIRST, rollout_id=8, ref_logprobs=None, values=None, critic_version=None, kept_ids=None, kept_counts=None
 )
+EPISODE = replace(
+    SECOND, rollout_id=10, policy_versions=np.array([3, OBSERVED, 4, 4]), tag=6, episode_reward=0.1,
+    turns=(Turn(0, 1, "g-0", ("search", "\ud800"), 0.1, 1, -0.3), Turn(2, 4, "g-1")),
+)  # fmt: skip
 EMPTY = Rollout(
     9, 4, Prompt("q", "", np.array([], np.int64)), np.array([], np.int64), np.array([], np.float32),
     np.array([], np.int64), "length",
@@ -38,7 +43,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@pytest.mark.parametrize("given", [[FIRST, SECOND, EMPTY], [EMPTY], [SECOND], []], ids=len)
+@pytest.mark.parametrize("given", [[FIRST, SECOND, EMPTY, EPISODE], [EMPTY], [SECOND], []], ids=len)
 def test_they_come_back_exact_to_the_bit(tmp_path: Path, given: list[Rollout]) -> None:
     write_rollouts(tmp_path / "rollouts.arrow", given)
     back = read_rollouts(tmp_path / "rollouts.arrow")
@@ -50,7 +55,7 @@ def test_they_come_back_exact_to_the_bit(tmp_path: Path, given: list[Rollout]) -
                 assert same(getattr(one, field.name), getattr(other, field.name)), field.name
         for field in fields(Prompt):
             assert same(getattr(one.prompt, field.name), getattr(other.prompt, field.name)), field.name
-    if len(given) == 3:
+    if len(given) == 4:
         assert back[7].prompt is back[8].prompt, "siblings share their prompt"
 
 
@@ -59,6 +64,7 @@ def test_they_come_back_exact_to_the_bit(tmp_path: Path, given: list[Rollout]) -
     [
         {"facts": ["[]"]},
         {"facts": ['{"rollout_id": "x"}']},
+        {"facts": [json.dumps(_facts(EPISODE)).replace('"start"', '"begin"')]},
         {"prompt": ['{"prompt_id": 1}']},
         {"response_ids": [[1]]},
         {"kept_counts": [None]},

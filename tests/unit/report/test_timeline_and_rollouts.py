@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -12,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncrlhf.records.write.rollout_rows import RolloutRow, write_part
 from asyncrlhf.records.write.rollout_tokens import TokenRecord
 from asyncrlhf.records.write.spans import Span, SpanRow, write_spans
 from asyncrlhf.report import rollouts, timeline
 from asyncrlhf.report.load import Run
+from asyncrlhf.types import OBSERVED, Turn
 
 HOSTILE = "a</script><script>document.title='broken'</script> \"quoted\" & <b>'bold'</b> 🙂 \ud83d <!-- \u2028"
 CHROMIUM = shutil.which("chromium")
@@ -48,16 +51,19 @@ class Characters:
         return "".join(map(chr, ids))
 
 
-def write_tokens(folder: Path, count: int, text: str = "abc", prompt: str = "1+1=") -> None:
-    """Rollout i has reward i, age i % 3 and the weight 2^-(i % 5)."""
+def write_tokens(
+    folder: Path, count: int, text: str = "abc", prompt: str = "1+1=", versions: tuple[int, ...] = ()
+) -> None:
+    """Rollout i has reward i, age i % 3 (or the given versions) and the weight 2^-(i % 5)."""
     record = TokenRecord(folder / "rollout_tokens", 0, Characters)
     ids, ones = [ord(letter) for letter in text], np.ones(len(text), np.float32)
     rows = []
     for i in range(count):
         row: dict[str, Any] = {
             "rollout_id": i, "group_id": i, "reward": float(i), "weight": 1.0, "prompt": prompt,
-            "prompt_ids": [1], "response_ids": ids, "policy_versions": [9 - i % 3] * len(text),
-            "loss_mask": ones > 0, "behavior_logprobs": -ones, "proximal_logprobs": -ones, "policy_logprobs": -2 * ones,
+            "prompt_ids": [1], "response_ids": ids, "policy_versions": versions or [9 - i % 3] * len(text),
+            "loss_mask": [version != OBSERVED for version in versions] or ones > 0,
+            "behavior_logprobs": -ones, "proximal_logprobs": -ones, "policy_logprobs": -2 * ones,
             "ref_logprobs": None, "importance_weight": ones * 0.5 ** (i % 5), "behavior_weight": None,
             "advantages": ones,
         }  # fmt: skip
@@ -103,6 +109,31 @@ def test_the_browser_holds_at_most_200_rollouts_and_the_bytes_it_may(tmp_path: P
     assert len(rollouts.section(run_at(tmp_path / "long"), 100_000)) <= 100_000
 
 
+def test_an_episode_shows_its_turns_and_observed_tokens_apart(tmp_path: Path) -> None:
+    write_tokens(tmp_path, 2, text="ab??c", versions=(8, 9, OBSERVED, OBSERVED, 7))
+    (tmp_path / "rollouts").mkdir()
+    turns = Turn(0, 2, "g-0", ("<search>",), 1.25, 1), Turn(4, 5, "g-1", reward=0.5)
+    row = RolloutRow(1, 1, "", "trained", 0.0, policy_versions=[8, 9, OBSERVED, OBSERVED, 7], turns=turns)
+    write_part(tmp_path / "rollouts" / "part-00000.parquet", [row])
+    page = rollouts.section(run_at(tmp_path))
+    unknown, episode = embedded(page)["rollouts"]
+    assert "e" not in unknown and [turn["v"] for turn in episode["e"]] == [[8, 9], [7, 7]]
+    assert episode["a"] == 2 and episode["m"] == [] and episode["x"] == [0.5, 0.5, None, None, 0.5]
+    if CHROMIUM is not None:
+        body = shown(
+            tmp_path,
+            page,
+            """<script>
+const text = (name) => [...document.querySelectorAll(name)].map((e) => e.textContent);
+const told = [text('.turn'), text('.seen'), text('.key span'), text('.count')];
+document.body.innerHTML = ''; document.body.append(JSON.stringify(told));</script>""",
+        )
+        told, seen, key, _ = json.loads(body)
+        assert told[0] == "turn 1: g-0, versions 8 to 9, 2 tokens; <search>, 1.25 s, 1 failed"
+        assert told[1] == "turn 2: g-1, versions 7 to 7, 1 tokens; no tool, reward 0.500"
+        assert seen == ["?"] * 4 and "underlined: observed, not sampled" in key
+
+
 def test_no_text_of_a_rollout_can_leave_its_place(tmp_path: Path) -> None:
     write_tokens(tmp_path, 3, text=HOSTILE.replace("\ud83d", "?"), prompt=HOSTILE)
     page = rollouts.section(run_at(tmp_path))
@@ -129,16 +160,22 @@ document.body.innerHTML = ''; document.body.append(JSON.stringify([document.titl
 </script>"""
 
 
+def shown(folder: Path, section: str, act: str) -> str:
+    """The text that the script ``act`` leaves in the page's body."""
+    page = folder / "page.html"
+    page.write_text(f"<title>t</title>{section}{act}")
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+    command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    command += [f"--user-data-dir={folder / 'profile'}", "--dump-dom", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    (found,) = re.findall(r"<body>(\[.*\])</body>", done.stdout)
+    return html.unescape(str(found))
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: the rollout browser's script is not run")
 def test_the_rollout_browser_searches_sorts_and_colours(tmp_path: Path) -> None:
     write_tokens(tmp_path, 45, text=HOSTILE.replace("\ud83d", "?"), prompt=HOSTILE)
-    page = tmp_path / "page.html"
-    page.write_text(f"<title>t</title>{rollouts.section(run_at(tmp_path))}{ACT}")
-    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
-    command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    (found,) = re.findall(r"<body>(\[.*\])</body>", done.stdout)
+    found = shown(tmp_path, rollouts.section(run_at(tmp_path)), ACT)
     title, count, by_weight, lowest, highest, heaviest, by_age, none, matching, cards = json.loads(found)
     assert title == "t", "a text of a rollout was run"
     assert count == "20 of 45 listed; 45 of 45 recorded rollouts shown in this page."

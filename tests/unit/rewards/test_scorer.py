@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from asyncrlhf.rewards.build_scorer import build_scorer, check_rewards, prefligh
 from asyncrlhf.rewards.reward import (
     FunctionSource,
     LateServiceError,
+    LengthSource,
     RewardSource,
     Score,
     Scorer,
@@ -183,6 +185,26 @@ def test_penalties_are_parts_that_add_up() -> None:
     assert (done.reward, cut.reward) == (3.0, 1.75)
     (plain,) = scorer(by_length).score([rollout(1, "abc", finish="length")])
     assert plain.parts == {"score": 3.0}
+
+
+def test_lengths_are_those_of_sampled_tokens() -> None:
+    """An episode's observed tokens cost nothing; a reward function gets all ids, as TRL's do."""
+    said, seen = rollout(1, "a", length=9), np.array([0, 0, -1, -1, -1, 0, 0, -1, 0])
+    episode, given = replace(said, policy_versions=seen), []
+    config = RewardConfig(overlong_buffer=4)
+    parts = {"score": WeightedSource(LengthSource()), "own": WeightedSource(FunctionSource(noting_ids(given), 10.0))}
+    plain, found = Scorer(parts, config, 10).score([said, episode])
+    assert plain.parts == {"score": 9.0, "own": 0.0, "overlong": -0.75}
+    assert found.parts == {"score": 5.0, "own": 0.0, "overlong": 0.0}
+    assert given == [list(range(9))] * 2
+
+
+def noting_ids(given: list[list[int]]) -> Callable[..., list[float]]:
+    def function(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        given.extend(completion_ids)
+        return [0.0] * len(completion_ids)
+
+    return function
 
 
 def test_overlong_penalty_is_the_papers() -> None:
