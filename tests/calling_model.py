@@ -19,7 +19,8 @@ LETTERS = [chr(number) for number in range(32, 127)] + ["\n"]
 # Texts of the template and of schemas as one token each, so that prompts are short.
 LONG = [
     *re.findall(r"[A-Za-z][A-Za-z ,.]{14,}", TEMPLATE.read_text()),
-    '{"type": "function", "function": {"name": ', '"description": "', '"parameters": {"type": "object", "properties": {',
+    '{"type": "function", "function": {"name": ', '"description": "',
+    '"parameters": {"type": "object", "properties": {',
     '"required": [', '"return": {"type": "', '{"type": "integer", ',
 ]  # fmt: skip
 

@@ -46,9 +46,8 @@ def named_files(config: RunConfig) -> Iterator[tuple[str, Path]]:
         yield from _code(key if config.reward.reward_funcs else f"{key}.target", part.target)
     yield from _code("algorithm.loss.target", config.algorithm.loss.target)
     yield from _code("learner.optim", config.learner.optim)
-    yield from _code("episode.environment", config.episode.environment)
-    for tool in config.episode.tools:
-        yield from _code("episode.tools", tool)
+    for key, target in config.episode.code:
+        yield from _code(key, target)
     for sink in config.logging.active_sinks:
         yield from _code("logging.sinks", sink)
 

@@ -138,6 +138,9 @@ class Driver:
     def calls(self) -> Caller:
         return self._world.call
 
+    def close(self) -> None:
+        self._world.close()
+
     async def play(self, request: GenerationRequest, sample: Sample) -> Rollout:
         """The whole episode as a rollout. Raises EpisodeError with the reason if there is none."""
         environment: Environment | None = None
@@ -227,7 +230,10 @@ class Driver:
             began = clock()
             reply = self._talk.parse(turn.response_ids, environment.tools)
             row.read(reply)
-            step = await self._call("step", environment.step, reply)
+            if environment.bounded:
+                step = await environment.step(reply)
+            else:
+                step = await self._call("step", environment.step, reply)
             row.answered(step, clock() - began)
             if step.done or (step.failures and config.on_tool_error == "end"):
                 return "stop"

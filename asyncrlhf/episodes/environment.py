@@ -8,7 +8,7 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from asyncrlhf.errors import AsyncRLHFError
 
@@ -44,6 +44,8 @@ class Step:
 class Environment:
     """The world of one episode; a subclass is created without arguments for each, and lives on one asyncio loop with
     others. Calls that wait must be awaited: a blocking one belongs into ``asyncio.to_thread``."""
+
+    bounded: ClassVar[bool] = False  # whether each call within a step has a time limit of its own
 
     @property
     def tools(self) -> Sequence[Message]:

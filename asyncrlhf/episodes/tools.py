@@ -27,6 +27,8 @@ class ToolEnvironment(Environment):
     the prompt, and ``get_reward`` scores the episode.
     """
 
+    bounded = True
+
     def __init__(self, call: Caller, functions: Sequence[Function], instance: Any = None) -> None:
         self._call = call
         self._instance = instance
@@ -140,7 +142,10 @@ def methods_of(instance: Any) -> list[Function]:
 
 
 def schema_of(function: Function) -> Message:
-    """The function's JSON schema, from its type hints and docstring, which methods of all instances share."""
+    """The function's JSON schema, from its type hints and docstring, which methods of all instances share; or its own,
+    ``tool_schema``."""
+    if own := getattr(function, "tool_schema", None):
+        return own  # type: ignore[no-any-return]
     return _schema(getattr(function, "__func__", function))
 
 

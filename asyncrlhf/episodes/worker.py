@@ -67,6 +67,7 @@ class EpisodeWorker:
 
     def close(self) -> None:
         self.cancel(list(self._tasks))
+        self._driver.close()
 
     async def _play(self, request: GenerationRequest) -> None:
         rollout_id, task = request.rollout_id, asyncio.current_task()
