@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import requests
@@ -42,13 +42,14 @@ def environment_at(url: str, seconds: float) -> Callable[[], OpenEnv]:
 class OpenEnv(BlockingEnvironment):
     """One episode of a session of its own. The rewards of its steps are those of the turns.
 
-    An action with one field for a text is the model's reply. Of an environment with tools, as MCP servers have them, the
-    tools are the model's. An action with several fields is the tool ``act``. With tools, a reply without a call ends the
-    episode.
+    An action with one field for a text is the model's reply. Of an environment with tools, as MCP servers have them,
+    the tools are the model's. An action with several fields is the tool ``act``. With tools, a reply without a call
+    ends the episode.
     """
 
     def __init__(self, base: str, fields: Mapping[str, Any], needed: Sequence[str], seconds: float) -> None:
         self._base, self._fields, self._needed, self._seconds = base, fields, needed, seconds
+        self._open = ExitStack()
         self._socket: Any = None
         self._tools: list[Message] = []
         self._has_tools = "tool_name" in fields
@@ -67,13 +68,13 @@ class OpenEnv(BlockingEnvironment):
         from websockets.sync.client import connect
 
         local = self._base.partition("://")[2].startswith(("localhost", "127.", "[::1]"))
-        proxy = None if local else True
-        self._socket = connect(
+        opened = connect(
             f"ws{self._base.removeprefix('http')}/ws",
             open_timeout=self._seconds,
             max_size=LARGEST_MESSAGE,
-            proxy=proxy,  # type: ignore[arg-type]
+            proxy=None if local else True,
         )
+        self._socket = self._open.enter_context(opened)
         given = {name: value for name, value in row.items() if name not in NOT_SENT}
         begun = self._ask("reset", {**given, "seed": int(given["seed"]) % 2**31})
         if begun.get("done"):
@@ -113,7 +114,7 @@ class OpenEnv(BlockingEnvironment):
         if self._socket is not None:
             with suppress(OSError):
                 self._socket.send(json.dumps({"type": "close"}))
-            self._socket.close()
+        self._open.close()
 
     def _answered(self, told: Mapping[str, Any]) -> Step:
         reward = told.get("reward")
@@ -134,7 +135,7 @@ class OpenEnv(BlockingEnvironment):
 
 
 def as_text(value: Any) -> str | None:
-    """An observation for the model: a text as it is, a line for each of several fields, without those that are empty."""
+    """An observation for the model: a text as it is, and a line for each of several fields, but for empty ones."""
     if not isinstance(value, Mapping):
         return None if value is None else value if isinstance(value, str) else json.dumps(value)
     fields = {name: item for name, item in value.items() if name != "metadata" and item not in (None, "", [], {})}
