@@ -79,10 +79,12 @@ class Conversation:
             self._check_tools()
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
+        if not messages:
+            raise ConfigError("The opening of an episode has no messages; allowed: at least one.")
+        begun = messages[-1]["role"] == "assistant"
         try:
-            begun = messages[-1]["role"] == "assistant"
             return _array(self._tokens.tokens(self._frames.render(messages, tools, begun=begun)))
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError) as error:
             raise ConfigError(f"The chat template of model.path refuses the opening of an episode: {error}.") from error
 
     def suffix(self, sampled: Sequence[int] | IntArray, observed: Sequence[Message]) -> IntArray:
@@ -101,7 +103,7 @@ class Conversation:
             raise ValueError("a suffix is made of at least one observed message")
         texts = [_encodable(str(m["content"])) for m in observed]
         if self._frames is None:
-            return _array(self._tokens.following("".join, texts))
+            return _array(self._tokens.plain("".join(texts)))
         frames, count = self._frames, len(observed)
         names = [_encodable(str(m.get("name") or "tool")) for m in observed]
         ids = [_tool_call_id(m, place) for place, m in enumerate(observed)]
@@ -112,10 +114,10 @@ class Conversation:
             return frames.after_turn(frame, [_observed(*part) for part in parts])
 
         try:
-            following = self._tokens.following(render, [*texts, *names])
+            following = self._tokens.following(render, [*texts, *names], frame.control)
         except (jinja2.TemplateError, TypeError) as error:
             raise ObservedTextError(f"The chat template refuses an observed message: {error}.") from error
-        return _array(following[self._already(list(sampled[-_LONGEST_END:]), following, frame.end) :])
+        return _array(following[self._already([int(t) for t in sampled[-_LONGEST_END:]], following, frame.end) :])
 
     def parse(self, token_ids: Sequence[int] | IntArray, tools: Sequence[Message] = ()) -> ParsedReply:
         """What a sampled turn says. ``tools``, the schemas of the opening, give the arguments their types. Without a
@@ -126,15 +128,18 @@ class Conversation:
 
     def _already(self, sampled: list[int], following: Sequence[int], end: str) -> int:
         """How many tokens of ``following``, which begins with the end of a turn, the turn ended with already."""
-        control = set(self._tokens.control(following))
-        first = next((place for place, token in enumerate(following) if token not in control), len(following))
-        of_end = len(self._tokens.tokens(end))
-        for count in range(min(max(first, of_end), len(sampled)), 0, -1):
-            if [int(token) for token in sampled[-count:]] == list(following[:count]):
-                return count
+        control, of_end = set(self._tokens.control(following)), len(self._tokens.tokens(end))
+        # Some templates write a space before the end-of-turn token, which a model need not sample.
+        first = next((place for place, token in enumerate(following[: max(of_end, 1)]) if token in control), None)
+        if first is None:  # the end is text, of which a part may also belong to the turn
+            return of_end if of_end and sampled[-of_end:] == list(following[:of_end]) else 0
+        last = next((p for p, token in enumerate(following) if p >= first and token not in control), len(following))
+        for count in range(min(max(last, of_end) - first, len(sampled)), 0, -1):
+            if sampled[-count:] == list(following[first : first + count]):
+                return first + count
         last_end = self._frames.last_end if self._frames else ""
-        if last_end and sampled and int(sampled[-1]) == self._tokens.tokens(last_end)[0]:
-            return min(first, len(self._tokens.control(self._tokens.tokens(end))))
+        if last_end and sampled[-1:] == self._tokens.tokens(last_end):
+            return first + len(self._tokens.control(self._tokens.tokens(end)))
         return 0
 
     def _refuse_plain_tools(self, tools: Sequence[Message]) -> None:

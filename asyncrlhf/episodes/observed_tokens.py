@@ -39,15 +39,15 @@ class ObservedTokens:
             for number, token in added.items()
             if token.special or (token.content.strip() and token.content in written)
         }
-        unknown = tokenizer.unk_token  # what a small vocabulary makes of a text that it lacks: it controls nothing
-        if unknown not in (tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token):
-            self._control.pop(unknown, None)
-        self._numbers = frozenset(self._control.values())
+        # What stands for the characters that a small vocabulary lacks is no control token, unless it is also one.
+        unknown = {tokenizer.unk_token} - {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token}
+        self._numbers = frozenset(number for name, number in self._control.items() if name not in unknown)
         longest_first = sorted(self._control, key=len, reverse=True)
         self._names = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        # Some tokenizers mark the beginning of a text, mostly by a space. A row goes on after a token, and has no mark.
-        anchors = [t.content for t in added.values() if t.content in self._control and not t.rstrip]
-        self._anchor = anchors[0] if anchors and self.tokens(anchors[0] + "a")[1:] != self.tokens("a") else ""
+        # Some tokenizers mark the beginning of a text, mostly by a space. A row goes on, and has no mark: its text is
+        # read after an anchor, the first one with which the tokens say what the text says.
+        anchors = ["", *(t.content for t in added.values() if t.content in self._control and not t.rstrip)][:2]
+        self._anchor = next((anchor for anchor in [*anchors, "\n"] if self._goes_on(anchor)), "")
 
     def tokens(self, text: str) -> list[int]:
         """The tokens of a text whose control tokens are meant."""
@@ -65,14 +65,21 @@ class ObservedTokens:
         """``place``, or the beginning of the control token of ``text`` that it would cut."""
         return next((m.start() for m in self._names.finditer(text) if m.start() < place < m.end()), place)
 
-    def following(self, render: Callable[[Sequence[str]], str], observed: Sequence[str]) -> list[int]:
-        """The tokens of ``render(observed)``, a text that continues a row. The observed texts add no control token.
+    def plain(self, text: str) -> list[int]:
+        """As :meth:`following`, of an observed text without any other text around it."""
+        return self.following("".join, [text], [])
+
+    def following(
+        self, render: Callable[[Sequence[str]], str], observed: Sequence[str], meant: Sequence[int]
+    ) -> list[int]:
+        """The tokens of ``render(observed)``, a text that continues a row. Its control tokens are ``meant``, those that
+        it has with harmless texts: the observed ones add none.
 
         They are read together with the text around them, as the model saw it in its training. Only if control tokens
-        differ from those with harmless texts are the observed ones hidden from the search for them. Raises
-        ObservedTextError if that is not allowed (``refuse``) or impossible.
+        differ from ``meant`` are the observed ones hidden from the search for them. Raises ObservedTextError if that
+        is not allowed (``refuse``) or impossible.
         """
-        meant = self.control(self.tokens(render([harmless(text, place) for place, text in enumerate(observed)])))
+        meant = list(meant)
         found = self._continued(render(observed), self.tokens)
         if self.control(found) == meant:
             return found
@@ -89,8 +96,16 @@ class ObservedTokens:
         found = tokens(text)
         if not self._anchor or not found or found[0] in self._numbers:
             return found
-        anchor = self._anchor if tokens == self.tokens else _MARK + self._anchor
-        return tokens(anchor + text)[1:]
+        anchor = _MARK + self._anchor if self._anchor in self._control and tokens != self.tokens else self._anchor
+        return tokens(anchor + text)[len(tokens(anchor)) :]
+
+    def _goes_on(self, anchor: str) -> bool:
+        begun = self.tokens("a")
+        row = [*begun, *self.tokens(anchor + "a")[len(self.tokens(anchor)) :]]
+        return self._text(row) == f"{self._text(begun)}a"
+
+    def _text(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
     def _with_marks(
         self, render: Callable[[Sequence[str]], str], observed: Sequence[str]
@@ -127,8 +142,3 @@ class ObservedTokens:
             names[token["content"]] = number
         copy = Tokenizer.from_str(json.dumps({**made, "post_processor": None, "truncation": None, "padding": None}))
         return copy, {copy.token_to_id(name) or 0: number for name, number in names.items()}
-
-
-def harmless(text: str, place: int) -> str:
-    """A text to render instead of an observed one; blank if that is, because templates may ask for it."""
-    return f"harmless{place}" if text.strip() else text

@@ -52,8 +52,8 @@ def known_response_template(tokenizer: transformers.PreTrainedTokenizerBase) -> 
     except ValueError as error:
         raise ConfigError(
             "No response template is known for the chat template of model.path, so that the calls in its replies "
-            "cannot be read; allowed: a tokenizer whose tokenizer_config.json has a response_template, a chat template that "
-            "trl.chat_template_utils.add_response_schema knows, or tools=none."
+            "cannot be read; allowed: a tokenizer_config.json with a response_template, a chat template that "
+            "trl.chat_template_utils.add_response_schema knows, or an environment without tools."
         ) from error
     return dict(holder.response_template)
 
@@ -71,6 +71,7 @@ class ReplyReader:
     ) -> None:
         self._tokenizer, self._template = tokenizer, dict(response_template)
         self._prefix, self._marks = prefix, marks
+        self._special = tuple(t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
 
     def read(self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
         """The reply of these tokens; ``tools``, the schemas, give the arguments their types."""
@@ -85,11 +86,17 @@ class ReplyReader:
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             reason = " ".join(str(error).split())
             return ParsedReply(plain, malformed=f"A tool call cannot be read: {reason[:300]}")
-        text = str(read.get("content") or "")
+        text = self._without_end(str(read.get("content") or ""))
         thought = str(read.get("reasoning_content") or read.get("thinking") or "")
         if lost := [mark for mark in self._marks if mark in text]:
             return ParsedReply(plain, malformed=f"A tool call cannot be read: its {lost[0]} belongs to no whole call.")
         return ParsedReply(text if text or calls or thought else plain, calls, "", thought)
+
+    def _without_end(self, text: str) -> str:
+        """Some response templates leave an end-of-turn token in the text, such as GLM's ``<|observation|>``."""
+        while end := next((name for name in self._special if text.endswith(name)), ""):
+            text = text.removesuffix(end).rstrip()
+        return text
 
 
 def _call(given: Any, place: int) -> ToolCall:

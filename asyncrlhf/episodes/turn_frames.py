@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from asyncrlhf.episodes.observed_tokens import ObservedTokens, harmless
+from asyncrlhf.episodes.observed_tokens import ObservedTokens
 from asyncrlhf.episodes.replies import call_id
 from asyncrlhf.errors import ConfigError
 
@@ -20,18 +20,24 @@ Message = Mapping[str, Any]
 _TURN = "turnend7"  # the last own text of the turns that are rendered to see what surrounds them
 _THOUGHT = "thought7"
 _USER = {"role": "user", "content": "first7"}
+_RESULT = {"role": "tool", "content": "result7", "name": "name7", "tool_call_id": call_id(0)}
+_TOOL = {
+    "type": "function",
+    "function": {"name": "name7", "description": "about7", "parameters": {"type": "object", "properties": {}}},
+}
 _REFUSALS = (jinja2.TemplateError, TypeError)  # what templates raise for messages that they were not written for
 
 
 @dataclass(frozen=True)
 class Frame:
-    """An assistant's turn before certain messages. After its last own text the template writes ``own``, which the
-    model samples (the closing of a call), and ``end``, the end of the turn; then come the messages."""
+    """An assistant's turn before certain messages. After what the model itself writes, such as the closing of a call,
+    the template writes ``end``, the end of the turn; then come the messages. ``control``: the control tokens from the
+    end of the turn to the beginning of the next one, if the messages' texts have none."""
 
     calls: int  # of the turn; 0: it is text
     as_text: bool  # whether the template wants the arguments of a call as a JSON text
-    own: str
     end: str
+    control: tuple[int, ...]
 
 
 class TurnFrames:
@@ -66,7 +72,7 @@ class TurnFrames:
     ) -> str:
         """The text of a conversation. ``prompt``: with the beginning of the next turn; ``begun``: the last message is
         a turn to be continued."""
-        with_tools = tools or any(message["role"] == "tool" for message in messages)
+        with_tools = tools or any(m["role"] == "tool" or m.get("tool_calls") for m in messages)
         rendered: Any = self._tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             tools=[dict(tool) for tool in tools] or None,
@@ -82,29 +88,38 @@ class TurnFrames:
         """The frame of a turn that these messages follow. Raises ConfigError if the template does not render them."""
         shape = tuple((str(m["role"]), not str(m["content"]).strip()) for m in observed)
         if shape not in self._frames:
-            plain = [
-                {**m, "content": harmless(m["content"], place), "name": "name7", "tool_call_id": call_id(place)}
-                for place, m in enumerate(observed)
-            ]
-            self._frames[shape] = self._find_frame(plain)
+            self._frames[shape] = self._find_frame(
+                [
+                    _harmless(role, "" if blank else f"harmless{place}", place)
+                    for place, (role, blank) in enumerate(shape)
+                ]
+            )
         return self._frames[shape]
 
     def after_turn(self, frame: Frame, observed: Sequence[Message]) -> str:
         """The text from the end of the turn on, with the messages and the beginning of the next turn. Raises a
         template's refusal, and ConfigError if the turn's end depends on the texts."""
-        text = self._after([_USER, self._turn(frame.calls, frame.as_text, observed), *observed])
-        if not text.startswith(frame.own + frame.end):
+        turn = self._turn(frame.calls, frame.as_text, observed)
+        closing, text = self._closing(turn), self._after([_USER, turn, *observed])
+        if not text.startswith(closing) or not closing.endswith(frame.end):
             raise ConfigError(_UNSTABLE.format(role=observed[0]["role"]))
-        return text[len(frame.own) :]
+        return text[len(closing) - len(frame.end) :]
 
     def call_marks(self) -> tuple[str, ...]:
         """The control tokens of a turn with a call that a turn of text lacks."""
-        result = {"role": "tool", "content": "result7", "name": "name7", "tool_call_id": call_id(0)}
-        frame = self.frame([result])
-        call = self.render([_USER, self._turn(frame.calls, frame.as_text, [result])], prompt=False)
+        turn = self._turn_with_call()
+        call = self.render([_USER, turn], prompt=False) if turn else ""
         text = self.render([_USER, {"role": "assistant", "content": _TURN}], prompt=False)
         texts = self._tokens.control_names(text)
         return tuple(dict.fromkeys(name for name in self._tokens.control_names(call) if name not in texts))
+
+    def _turn_with_call(self) -> Message | None:
+        """None if the template has no tools."""
+        try:
+            frame = self.frame([_RESULT])
+        except ConfigError:
+            return None
+        return self._turn(frame.calls, frame.as_text, [_RESULT])
 
     def _find_frame(self, observed: Sequence[Message]) -> Frame:
         tools = sum(message["role"] == "tool" for message in observed)
@@ -122,8 +137,9 @@ class TurnFrames:
                 continue
             if not after.startswith(closing):
                 raise ConfigError(_UNSTABLE.format(role=observed[0]["role"]))
-            own, end = self._own_and_end(closing) if calls else ("", closing)
-            return Frame(calls, as_text, own, end)
+            end = self._end_of_call(closing) if calls else closing
+            control = self._tokens.control(self._tokens.tokens(after[len(closing) - len(end) :]))
+            return Frame(calls, as_text, end, tuple(control))
         roles = " and ".join(dict.fromkeys(str(message["role"]) for message in observed))
         raise ConfigError(
             f"The chat template of model.path does not render messages of role {roles} after an assistant's turn{why}; "
@@ -147,12 +163,11 @@ class TurnFrames:
             return self._after([_USER, turn], prompt=False)
         return after.removesuffix(self.generation_prompt)
 
-    def _own_and_end(self, closing: str) -> tuple[str, str]:
+    def _end_of_call(self, closing: str) -> str:
         if closing.endswith(self.end):
-            return closing.removesuffix(self.end), self.end
+            return self.end
         last = self._tokens.control_names(closing)[-1:]  # such as <|call|>
-        end = last[0] if last and closing.endswith(last[0]) else ""
-        return closing.removesuffix(end), end
+        return last[0] if last and closing.endswith(last[0]) else ""
 
     def _after(self, messages: Sequence[Message], *, prompt: bool = True) -> str:
         _, found, after = self.render(messages, prompt=prompt).partition(_TURN)
@@ -165,7 +180,8 @@ class TurnFrames:
         text, later = {"role": "assistant", "content": _TURN}, {"role": "user", "content": "second7"}
         heads: list[list[Message]] = [[{"role": "system", "content": "system7"}, _USER], [_USER]]
         head = next((h for h in heads if self._rendered([*h, text, later])), heads[1])
-        opening, whole = self.render(head), self._rendered([*head, text, later])
+        tools = [_TOOL] if self._turn_with_call() else []
+        opening, whole = self._rendered(head, tools), self._rendered([*head, text, later], tools)
         if not whole:
             return  # a template of one turn; a second one is refused when it comes
         shared = _shared(opening, whole)
@@ -173,12 +189,13 @@ class TurnFrames:
             yield "changes the messages before a turn once others follow"
         elif shared < len(opening):
             yield f"leaves out {opening[self._tokens.whole_names(opening, shared) :]!r}, with which a generation begins"
-        if self.render([*head, text], prompt=False).partition(_TURN)[0] != whole.partition(_TURN)[0]:
+        if self._rendered([*head, text], tools, prompt=False).partition(_TURN)[0] != whole.partition(_TURN)[0]:
             yield "begins a last turn with text that an earlier turn lacks"
         spaced = f" \n {_TURN} \n "
         if spaced not in self._rendered([*head, {**text, "content": spaced}, later]):
             yield "strips white space around a turn"
         yield from self._changes_of_thoughts(head, text, later)
+        yield from self._changes_of_results()
         if self.last_end:
             yield f"ends a last turn with {self.last_end} and an earlier one with {self.end}"
 
@@ -198,9 +215,24 @@ class TurnFrames:
         elif inline not in self._rendered([*head, written[1], later]):
             yield "changes the white space of thoughts"
 
-    def _rendered(self, messages: Sequence[Message], *, prompt: bool = True) -> str:
+    def _changes_of_results(self) -> Iterator[str]:
+        """Of episodes whose turns call tools."""
+        turn = self._turn_with_call()
+        if turn is None:
+            return
+        once = self._rendered([_USER, turn, _RESULT])
+        twice = self._rendered([_USER, turn, _RESULT, turn, _RESULT])
+        if once.rpartition(_TURN)[2] != twice.rpartition(_TURN)[2] or not twice.startswith(once.rpartition(_TURN)[0]):
+            yield "writes later calls and results of tools differently from the first ones"
+        thought = {**turn, "reasoning_content": _THOUGHT, "thinking": _THOUGHT}
+        if _THOUGHT in self._rendered([_USER, thought], prompt=False) and _THOUGHT not in self._rendered(
+            [_USER, thought, _RESULT]
+        ):
+            yield "drops the thoughts of earlier turns when the result of a tool follows"
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Message] = (), *, prompt: bool = True) -> str:
         try:
-            return self.render(messages, prompt=prompt)
+            return self.render(messages, tools, prompt=prompt)
         except _REFUSALS:
             return ""
 
@@ -209,6 +241,12 @@ _UNSTABLE = (
     "The chat template of model.path ends an assistant's turn differently when a message of role {role} follows, so "
     "that no sampled turn can be continued; allowed: a template whose end of a turn does not depend on what follows."
 )
+
+
+def _harmless(role: str, text: str, place: int) -> Message:
+    """A message to render instead of an observed one; blank if that is, because templates may ask for it."""
+    message = {"role": role, "content": text}
+    return {**message, "name": "name7", "tool_call_id": call_id(place)} if role == "tool" else message
 
 
 def _shared(one: str, other: str) -> int:

@@ -26,6 +26,8 @@ from asyncrlhf.types import Annotation, BatchFault, Prompt, RolloutInfo
 
 R = TypeVar("R")
 
+EXPECT_SECONDS = 1.0  # for which a replica keeps a slot for the first turn of an episode
+
 
 @dataclass
 class Replica:
@@ -35,6 +37,7 @@ class Replica:
     version: int = -1
     asked: int = -1  # the newest version that it was asked to load; no token of it is newer
     in_flight: set[int] = field(default_factory=set)
+    expected: dict[int, float] = field(default_factory=dict)  # episodes whose first turn it has a slot for, since when
     draining: bool = False
     alive: bool = True
     restarts: int = 0
@@ -53,8 +56,17 @@ class Replica:
 
     @property
     def free_slots(self) -> int:
-        """Slots less rollouts in flight; negative if rollouts wait in the replica's queue."""
-        return self.handle.slots - len(self.in_flight)
+        """Slots less rollouts in flight or expected; negative if rollouts wait in the replica's queue."""
+        return self.handle.slots - len(self.in_flight) - len(self.expected)
+
+    def has_slot(self, rollout_id: int) -> bool:
+        """Whether a slot is free, or kept for this episode."""
+        return self.free_slots + (rollout_id in self.expected) > 0
+
+    def forget_late(self, now: float) -> None:
+        """Keep no slot any longer for episodes whose environment takes long to begin."""
+        while self.expected and now - self.expected[oldest := next(iter(self.expected))] > EXPECT_SECONDS:
+            del self.expected[oldest]
 
     def begin(self, rollout_id: int, now: float, version_lag: int) -> None:
         """The rollout is given to the replica, whose weights are ``version_lag`` behind the learner's."""
@@ -202,6 +214,13 @@ class RunState:
         for signal in concerned or (self.changed,):
             signal.notify()
 
+    def expect_no_more(self, rollout_id: int) -> None:
+        """The first turn of an episode has come, or never will."""
+        last = self.episodes.last.get(rollout_id)
+        for replica in self.replicas:
+            if replica.name == last:
+                replica.expected.pop(rollout_id, None)
+
     def touch(self, replica: Replica, *concerned: Signal) -> None:
         """Mark the replica as changed for the dispatcher, and notify the signals ``concerned`` too."""
         self.touched[replica.name] = replica
@@ -230,6 +249,7 @@ class RunState:
         replica.version, replica.asked, replica.cause = -1, -1, str(error)
         lost = sorted(replica.in_flight)
         replica.in_flight.clear()
+        replica.expected.clear()
         self.journal.note("died", replica=replica.name, reason=str(error))
         for rollout_id in lost:
             if rollout_id not in self.episodes.wanted:  # else its turn is sampled again, and its episode goes on

@@ -79,51 +79,73 @@ class Dispatcher:
     def _plan(self) -> Plan:
         """Admit all groups that have room now; returns the work by replica, which the ledger already records."""
         plan = Plan()
+        for known in self._state.replicas:
+            known.forget_late(self._state.now())
         self._pacing.look()
         if self._state.stopping and not self._state.scheduled:
             return plan  # a schedule is completed anyway: a resume could not replace the lost version
         self._plan_requeued(plan)
         if self._state.resting:
             return plan
-        while (replica := self._choose()) is not None and self._has_room(replica):
+        while (replica := self._choose()) is not None and self._has_room(replica, plan):
             self._admit_group(replica, plan)
         return plan
 
     def _plan_requeued(self, plan: Plan) -> None:
         """Assign the rollouts of dead replicas before any new group."""
         requeue, table = self._state.requeue, self._state.episodes
-        for _ in range(len(requeue)):
-            rollout_id = requeue.popleft()
+        in_rounds = self._state.scheduled and self._episodes is not None
+        waits = in_rounds and not self._round_is_whole()
+        waiting = sorted(requeue) if in_rounds else list(requeue)
+        requeue.clear()
+        for rollout_id in waiting:
             group = self._state.groups[rollout_id // self._state.config.num_generations]
             if self._episodes is not None and rollout_id not in table.wanted:
                 plan.episodes.append(self._request(rollout_id, group.group_id, group.prompt))
                 continue
-            replica = self._choose_again(group.version, table.last.get(rollout_id, ""))
+            if waits:
+                requeue.append(rollout_id)
+                continue
+            replica = self._choose_again(group, rollout_id)
             if replica is None:
-                requeue.append(rollout_id)  # a full rotation restores their order
+                requeue.append(rollout_id)
             else:
                 self._assign(replica, rollout_id, group.group_id, group.prompt, plan)
 
-    def _choose_again(self, version: int, last: str = "") -> Replica | None:
-        """A replica for a rollout that is issued again: it must hold ``version`` or a newer one, and exactly
-        ``version`` in the scheduled modes. ``last``, if free, may have the episode's turns before in its cache."""
+    def _round_is_whole(self) -> bool:
+        """Whether every episode waits for a turn. In the scheduled modes turns are sampled in rounds: which sequences
+        share an engine's batch, on which the last bits of its log-probs depend, must not depend on a tool's speed."""
+        playing = sum(rollout_id >= 0 for rollout_id in self._state.episodes.at)
+        return playing == sum(rollout_id >= 0 for rollout_id in self._state.episodes.wanted) and not any(
+            replica.in_flight for replica in self._state.replicas
+        )
+
+    def _choose_again(self, group: GroupInProgress, rollout_id: int) -> Replica | None:
+        """A replica for a rollout that is issued again: it must hold the group's version or a newer one, and exactly
+        that in the scheduled modes. The one that sampled an episode's turn before, which may have it in its cache, if
+        it is free."""
+        version = group.version
         if not self._state.scheduled:
+            last = self._state.episodes.last.get(rollout_id)
             same = next((r for r in self._state.replicas if r.name == last), None)
-            if same is not None and same.takes_work and same.free_slots > 0 and same.version >= version:
+            if same is not None and same.takes_work and same.version >= version and same.has_slot(rollout_id):
                 return same
             chosen = self._pacing.choose(1)
             if chosen is None or chosen.version >= version:
                 return chosen
         able = [r for r in self._state.replicas if r.takes_work]
         if self._state.scheduled:
-            return max((r for r in able if r.version == version), key=lambda r: r.free_slots, default=None)
+            able = [r for r in able if r.version == version]
+            if self._episodes is not None:
+                return able[group.group_id % len(able)] if able else None
+            return max(able, key=lambda r: r.free_slots, default=None)
         able = [r for r in able if r.version >= version and self._pacing.may_take(r, 1)]
         return max(able, key=lambda r: r.free_slots, default=None)
 
-    def _has_room(self, replica: Replica) -> bool:
+    def _has_room(self, replica: Replica, plan: Plan) -> bool:
         state, size = self._state, self._state.config.num_generations
         most = state.config.episode.concurrency
-        if most and len(state.episodes.at) + size > max(most, size):
+        if most and len(state.episodes.at) + len(plan.episodes) + size > max(most, size):
             return False
         return state.gate.room(replica.version) >= size and state.buffer.free >= size
 
@@ -152,6 +174,9 @@ class Dispatcher:
             state.ledger.admit(rollout_id, group_id, prompt, now)
         if self._episodes is not None:
             plan.episodes += [self._request(rollout_id, group_id, prompt) for rollout_id in ids]
+            for rollout_id in ids:  # the replica keeps a slot for the first turn
+                replica.expected[rollout_id] = now
+                state.episodes.last[rollout_id] = replica.name
             return
         for rollout_id in ids:
             self._assign(replica, rollout_id, group_id, prompt, plan)
@@ -168,6 +193,7 @@ class Dispatcher:
             state.ledger.start(rollout_id, replica.name, replica.version)
         else:  # its episode has begun
             plan.of(replica).turns.append(turn.payload)
+            state.expect_no_more(rollout_id)
         replica.begin(rollout_id, state.now(), state.version - replica.version)
 
     async def _probe(self, replica: Replica) -> bool:

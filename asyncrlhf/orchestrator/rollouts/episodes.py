@@ -146,6 +146,7 @@ class Episodes:
                 self._forget(rollout_id)
 
     def _forget(self, rollout_id: int) -> None:
+        self._state.expect_no_more(rollout_id)
         for known in (self._table.at, self._table.wanted, self._table.last):
             known.pop(rollout_id, None)
 
