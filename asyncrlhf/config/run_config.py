@@ -301,8 +301,8 @@ def _check_episodes(config: RunConfig) -> None:
         "reward.kind=environment takes the reward that an environment gives; allowed: with episode.environment.",
     )
     check(
-        config.task.kind != "environment" or config.episode.environment,
-        "task.kind=environment has no prompts of its own; allowed: with episode.environment, which asks.",
+        config.task.kind != "environment" or config.episode.used,
+        "task.kind=environment has no prompts of its own; allowed: with an episode's environment, which asks.",
     )
     if not config.episode.used:
         return
