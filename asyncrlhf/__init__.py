@@ -6,6 +6,7 @@ from typing import Any as _Any
 __version__ = "0.1.0"
 _OF_THE_API = {
     **dict.fromkeys(("train", "evaluate", "sweep"), "asyncrlhf.api"),
+    **dict.fromkeys(("Environment", "Step"), "asyncrlhf.episodes.environment"),
     **dict.fromkeys(("load_runs", "Run", "Runs", "Sweep", "Evaluation"), "asyncrlhf.report.frames"),
 }
 __all__ = ["__version__", *_OF_THE_API]

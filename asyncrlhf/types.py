@@ -17,6 +17,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrlhf.turns import EpisodeFacts, Turn
+
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
 IdArray = NDArray[np.int32]  # token ids, and counts of them, of which a batch has many
@@ -83,20 +85,6 @@ class GenerationFailure:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One sampled stretch of an episode, tokens ``start`` to ``end`` of its response, and what followed it: the tokens
-    from ``end`` to the next turn's ``start`` were observed."""
-
-    start: int
-    end: int
-    generator_id: str = ""
-    tools: tuple[str, ...] = ()  # that were called after it
-    seconds: float = 0.0  # of the environment's step after it
-    failures: int = 0  # of its tool calls: malformed, unknown, raised or late
-    reward: float | None = None  # of the turn, from an environment that rewards turns
-
-
-@dataclass(frozen=True)
 class Rollout:
     """One finished response with everything that training or a record needs; the payload of the object store. The
     engine creates it, its worker adds text and name.
@@ -160,19 +148,6 @@ class Payload:
     ref: Any
     index: int
     annotations: tuple[Payload, ...] = ()
-
-
-@dataclass(frozen=True)
-class EpisodeFacts:
-    """The controller's data of an episode's turns: their number, totals of the environment's steps after them, and the
-    oldest version in the first and in the last turn."""
-
-    turns: int
-    tool_seconds: float
-    tool_calls: int
-    tool_failures: int
-    first_version: int
-    last_version: int
 
 
 @dataclass

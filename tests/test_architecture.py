@@ -22,7 +22,7 @@ CONF = ROOT / "conf"
 
 # A module or folder of the package, and the layer it stands on; imports point to the same layer or a lower one.
 LAYERS = {
-    "types": 0, "errors": 0, "validation": 0, "plugins": 0, "redaction": 0, "garbage": 0, "scratch": 0,
+    "types": 0, "errors": 0, "validation": 0, "plugins": 0, "redaction": 0, "turns": 0, "garbage": 0, "scratch": 0,
     "algorithms": 1,
     "data": 2, "models": 2, "rewards": 2, "tasks": 2,
     "engines": 3, "episodes": 3, "learner": 3,
@@ -62,6 +62,12 @@ BROAD_EXCEPTS: dict[str, tuple[int, str]] = {
     "asyncrlhf/plugins.py": (1, "the user's own code may raise anything; it becomes a ConfigError"),
     "asyncrlhf/sweeps/worker.py": (1, "whatever ends one job of a sweep stops no other"),
     "asyncrlhf/rewards/model_thread.py": (1, "a call's error goes to its caller"),
+    "asyncrlhf/episodes/driver.py": (1, "a user's environment may raise anything; it fails one episode"),
+    "asyncrlhf/episodes/environment.py": (1, "the error of a call in a thread goes to its caller"),
+    "asyncrlhf/episodes/tools.py": (
+        2,
+        "a user's tool may raise anything, and the model is told; so may its description",
+    ),
     "asyncrlhf/rewards/guard.py": (1, "a user's reward function may raise anything; it fails one rollout"),
 }
 

@@ -3,5 +3,6 @@ knows no Ray; its actor only carries calls to it.
 """
 
 DOORS = (
-    "annotator", "build_generator", "generator", "learner", "messages", "model_annotators", "part", "where", "worker",
+    "annotator", "build_generator", "episodes", "generator", "learner", "messages", "model_annotators", "part", "where",
+    "worker",
 )  # fmt: skip

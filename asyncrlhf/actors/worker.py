@@ -21,15 +21,14 @@ from asyncrlhf.transport.audit import differing_tensors, tensor_digests
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.transport.receiver import WeightReceiver
 from asyncrlhf.transport.weights_config import WeightsConfig
+from asyncrlhf.turns import EpisodeFacts, Turn
 from asyncrlhf.types import (
-    EpisodeFacts,
     FloatArray,
     GenerationFailure,
     GenerationRequest,
     Payload,
     Rollout,
     RolloutInfo,
-    Turn,
 )
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
-from asyncrlhf.types import EpisodeFacts, Payload, RolloutGroup, RolloutInfo
+from asyncrlhf.turns import EpisodeFacts
+from asyncrlhf.types import Payload, RolloutGroup, RolloutInfo
 
 # ``open`` to a batch, open to ``replay`` alone, or over the bound: ``late`` if it was never trained, else ``over``.
 Standing = Literal["open", "replay", "late", "over"]

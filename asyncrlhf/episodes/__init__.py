@@ -1,8 +1,8 @@
 """Episodes: rollouts in which sampled turns alternate with observed text, such as the results of tools. The room holds
 what one episode is made of: the conversation as tokens (``conversation.py``), the chat template around a turn
 (``turn_frames.py``), the tokens of observed text (``observed_tokens.py``) and the reading of a reply
-(``replies.py``); the
-environments (``environment.py``, ``tools.py``, ``world.py``), one episode (``driver.py``) and many (``worker.py``).
+(``replies.py``); its environment (``environment.py``, ``tools.py``, ``world.py``); one episode from its reset to its
+end (``driver.py``), and many at a time (``worker.py``).
 """
 
-DOORS = ("conversation", "driver", "environment", "episode_config", "worker", "world")
+DOORS = ("conversation", "driver", "episode_config", "worker", "world")

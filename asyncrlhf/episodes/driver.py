@@ -19,7 +19,8 @@ from asyncrlhf.episodes.replies import ParsedReply
 from asyncrlhf.episodes.world import World
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.tasks.task import PromptEncoder
-from asyncrlhf.types import OBSERVED, FinishReason, GenerationRequest, IntArray, Prompt, Rollout, Turn
+from asyncrlhf.turns import Turn
+from asyncrlhf.types import OBSERVED, FinishReason, GenerationRequest, IntArray, Prompt, Rollout
 
 # Samples one turn after a context [n] of token ids: the request of the turn in, its tokens, log-probs and versions out.
 # All that an episode knows of generation.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
-from asyncrlhf.actors.episodes import TurnWanted
 from asyncrlhf.buffer.admission import Gate
 from asyncrlhf.buffer.ledger import Ledger
 from asyncrlhf.buffer.replay import ReplayBuffer
@@ -19,8 +18,9 @@ from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.orchestrator.adaptive import AdaptiveBound
+from asyncrlhf.orchestrator.episode_table import EpisodeTable
 from asyncrlhf.orchestrator.pace import Pace
-from asyncrlhf.readahead.owners import ReadAhead, ReaderHandle, ReadTotals
+from asyncrlhf.readahead.owners import ReadTotals
 from asyncrlhf.records.write.journal import Journal
 from asyncrlhf.types import Annotation, BatchFault, Prompt, RolloutInfo
 
@@ -61,12 +61,7 @@ class Replica:
 
     def has_slot(self, rollout_id: int) -> bool:
         """Whether a slot is free, or kept for this episode."""
-        return self.free_slots + (rollout_id in self.expected) > 0
-
-    def forget_late(self, now: float) -> None:
-        """Keep no slot any longer for episodes whose environment takes long to begin."""
-        while self.expected and now - self.expected[oldest := next(iter(self.expected))] > EXPECT_SECONDS:
-            del self.expected[oldest]
+        return rollout_id in self.expected or self.free_slots > 0
 
     def begin(self, rollout_id: int, now: float, version_lag: int) -> None:
         """The rollout is given to the replica, whose weights are ``version_lag`` behind the learner's."""
@@ -119,18 +114,6 @@ class Groups(dict[int, GroupInProgress]):
         self.versions[version] -= 1
         if not self.versions[version]:
             del self.versions[version]
-
-
-@dataclass
-class EpisodeTable:
-    """The episodes under way by rollout id: the worker that plays each (``at``), the turn that it waits for
-    (``wanted``), and the replica that sampled its turn before (``last``). Empty if a rollout is one answer.
-    ``call_off``: give episodes up."""
-
-    at: dict[int, str] = field(default_factory=dict)
-    wanted: dict[int, TurnWanted] = field(default_factory=dict)
-    last: dict[int, str] = field(default_factory=dict)
-    call_off: Callable[[Collection[int]], None] = lambda rollout_ids: None
 
 
 @dataclass
@@ -214,6 +197,14 @@ class RunState:
         for signal in concerned or (self.changed,):
             signal.notify()
 
+    def forget_late(self) -> None:
+        """Keep no slot any longer for episodes whose environment takes long to begin."""
+        for replica in self.replicas:
+            held, now = replica.expected, self.now()
+            while held and now - held[oldest := next(iter(held))] > EXPECT_SECONDS:
+                del held[oldest]
+                self.touched[replica.name] = replica
+
     def expect_no_more(self, rollout_id: int) -> None:
         """The first turn of an episode has come, or never will."""
         last = self.episodes.last.get(rollout_id)
@@ -266,21 +257,3 @@ class RunState:
             if (kind := (fault.part, fault.kind)) not in self.faults_told:
                 self.faults_told.add(kind)
                 self.message(f"{fault.part}: {fault.cause}")
-
-    def reading_ahead(self, kind: str, workers: Sequence[ReaderHandle], totals: ReadTotals) -> ReadAhead:
-        """The :class:`ReadAhead` of the annotators of ``kind``."""
-
-        def group_of(rollout_id: int) -> GroupInProgress | None:
-            return self.groups.get(rollout_id // self.config.num_generations)
-
-        def under_way(rollout_id: int) -> bool:
-            group = group_of(rollout_id)
-            return group is not None and rollout_id in group.unfinished
-
-        def wanted(rollout_id: int) -> bool:
-            group = group_of(rollout_id)
-            if group is None or rollout_id not in group.unscored:
-                return False
-            return rollout_id not in group.annotations[kind]
-
-        return ReadAhead(f"The {kind} model", workers, under_way, wanted, totals, self.message, self.queue.notify)

@@ -19,7 +19,8 @@ from asyncrlhf.orchestrator.learning.meters import _episodes
 from asyncrlhf.records.read.episodes import read_turns
 from asyncrlhf.records.read.verify import examine, verify
 from asyncrlhf.records.write.rollout_rows import ROLLOUT_SCHEMA, TURN
-from asyncrlhf.types import OBSERVED, Prompt, Rollout, RolloutGroup, Turn
+from asyncrlhf.turns import Turn
+from asyncrlhf.types import OBSERVED, Prompt, Rollout, RolloutGroup
 from tests.loop import FAKE, run
 
 Row = dict[str, Any]

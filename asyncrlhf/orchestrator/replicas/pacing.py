@@ -14,7 +14,6 @@ to the others: the learner never waits for a slow replica while fast ones could 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import statistics
 from bisect import bisect_left, insort
 from collections import deque
@@ -22,6 +21,7 @@ from collections.abc import Awaitable, Callable
 
 from asyncrlhf.cluster.handles import GeneratorHandle
 from asyncrlhf.orchestrator.pace import Pace
+from asyncrlhf.orchestrator.replicas.free_slots import FreeSlots
 from asyncrlhf.orchestrator.state import Replica, RunState
 
 # Beyond its slots a replica holds this share of them in its queue, so that a freed slot need not wait for a message. A
@@ -64,55 +64,6 @@ class Rates:
         if len(self._latencies) <= fastest or rate <= 0:
             return None
         return max(self._latencies[fastest], batch_size / rate)
-
-
-class FreeSlots:
-    """The replicas that may be given work, in heaps by free slots; slow ones have a heap of their own, for they share a
-    quota.
-
-    An entry is valid only while ``_offered`` holds the same values, and is checked against the replica when it comes to
-    the top. So no call is needed when a replica loses free slots or cannot take work any more; :meth:`offer` reports
-    the opposite.
-    """
-
-    def __init__(self, able: Callable[[Replica], bool]) -> None:
-        self._able = able
-        self._places: dict[str, int] = {}  # of equals the first one is chosen
-        self._replicas: dict[int, Replica] = {}
-        self._offered: dict[int, tuple[bool, int]] = {}
-        self._heaps: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
-
-    def clear(self) -> None:
-        """Forget all offers."""
-        self._offered = {}
-        self._heaps = {False: [], True: []}
-
-    def offer(self, replica: Replica) -> None:
-        """Call it when the replica may take work again, became faster or slower, or has more free slots."""
-        place = self._places.setdefault(replica.name, len(self._places))
-        self._replicas[place] = replica
-        slow = replica.pace.slow
-        entry = (slow, -replica.free_slots)
-        if self._able(replica) and self._offered.get(place) != entry:
-            self._offered[place] = entry
-            heapq.heappush(self._heaps[slow], (entry[1], place))
-
-    def most(self, *, slow: bool) -> tuple[int, int, Replica] | None:
-        """(key, place, replica) with most free slots, so the smallest key, of the slow or of the other replicas; or
-        None."""
-        heap = self._heaps[slow]
-        while heap:
-            key, place = heap[0]
-            replica = self._replicas[place]
-            if self._offered.get(place) == (slow, key):
-                if replica.pace.slow == slow and replica.free_slots == -key and self._able(replica):
-                    return key, place, replica
-                del self._offered[place]
-                heapq.heappop(heap)
-                self.offer(replica)
-            else:
-                heapq.heappop(heap)
-        return None
 
 
 class Pacing:
@@ -158,7 +109,7 @@ class Pacing:
         pace, limit = replica.pace, replica.handle.slots * (1 + QUEUE_SHARE)
         if pace.window is not None:
             limit = min(limit, pace.window)
-        return replica.takes_work and not pace.held_back and len(replica.in_flight) < limit
+        return replica.takes_work and not pace.held_back and replica.handle.slots - replica.free_slots < limit
 
     def may_take(self, replica: Replica, size: int) -> bool:
         """Whether this replica may be given ``size`` rollouts."""

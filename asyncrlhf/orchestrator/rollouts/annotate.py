@@ -18,9 +18,10 @@ from asyncrlhf.actors.messages import Collected
 from asyncrlhf.cluster.handles import AnnotatorHandle, WorkerLostError
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.orchestrator.rollouts.assembly import Assembly
+from asyncrlhf.orchestrator.rollouts.read_ahead import reading_ahead
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.readahead.owners import ChunkInfo, ReadTotals
-from asyncrlhf.types import Annotation, GenerationFailure, Payload, RolloutInfo
+from asyncrlhf.types import Annotation, Payload, RolloutInfo
 
 DEATHS_ALLOWED = 1  # calls with a rollout that end with the worker's death; with one more, the rollout has failed
 CALL_ROLLOUTS = 64  # in one call outside the queues, so that no call is longer than its deadline
@@ -53,7 +54,7 @@ class Annotator:
         self.in_hand: dict[str, set[int]] = {}  # by worker: rollout ids in its call under way
         self._calls = 0  # under way
         readers = [] if totals is None else workers
-        self._ahead = state.reading_ahead(self.kind, readers, totals or ReadTotals())
+        self._ahead = reading_ahead(state, self.kind, readers, totals or ReadTotals())
 
     @property
     def title(self) -> str:
@@ -273,7 +274,7 @@ class Collector:
     state: RunState
     assembly: Assembly
     annotators: Sequence[Annotator]
-    turned: Callable[[Sequence[RolloutInfo], Sequence[GenerationFailure]], None] | None = None  # of episodes' turns
+    turned: Callable[[Replica, Collected], None] | None = None  # takes the turns of episodes
 
     async def collect(self, replica: Replica) -> None:
         """Collect the finished rollouts of one replica until the replica is lost."""
@@ -285,7 +286,7 @@ class Collector:
             replica.busy_seconds = busy_before + collected.busy_seconds
             replica.tokens = tokens_before + collected.tokens
             if self.turned is not None:
-                self._turns(replica, collected)
+                self.turned(replica, collected)
                 continue
             for failure in collected.failed:
                 replica.end(failure.rollout_id, self.state.now(), finished=False)
@@ -302,19 +303,6 @@ class Collector:
             if collected.finished or collected.failed:
                 emptied = () if replica.in_flight else (self.state.emptied,)
                 self.state.touch(replica, self.state.queue, *emptied)
-
-    def _turns(self, replica: Replica, collected: Collected) -> None:
-        """Pass turns of episodes on. One that the replica does not hold any more was issued again, or given up."""
-        assert self.turned is not None
-        finished = [info for info in collected.finished if info.rollout_id in replica.in_flight]
-        failed = [failure for failure in collected.failed if failure.rollout_id in replica.in_flight]
-        for info in finished:
-            replica.end(info.rollout_id, self.state.now(), finished=True)
-        for failure in failed:
-            replica.end(failure.rollout_id, self.state.now(), finished=False)
-        self.turned(finished, failed)
-        if finished or failed:
-            self.state.touch(replica, *(() if replica.in_flight else (self.state.emptied,)))
 
 
 async def annotate(

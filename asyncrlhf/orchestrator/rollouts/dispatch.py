@@ -4,41 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from dataclasses import dataclass, field
 
 from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.orchestrator.replicas.pacing import Pacing
 from asyncrlhf.orchestrator.rollouts.episodes import Episodes
+from asyncrlhf.orchestrator.rollouts.work import Plan
 from asyncrlhf.orchestrator.state import GroupInProgress, Replica, RunState
-from asyncrlhf.types import GenerationRequest, Payload, Prompt, SamplingParams
+from asyncrlhf.types import GenerationRequest, Prompt, SamplingParams
 
 FIRST_PROBE_ID = -(2**40)  # far below the ids of evaluations, which count down from -1
-
-
-@dataclass
-class Work:
-    """What one replica is given: rollouts, and turns of episodes."""
-
-    replica: Replica
-    items: list[GenerationRequest] = field(default_factory=list)
-    turns: list[Payload] = field(default_factory=list)
-
-    async def submit(self) -> None:
-        if self.items:
-            await self.replica.handle.submit(self.items)
-        if self.turns:
-            await self.replica.handle.submit_turns(self.turns)
-
-
-@dataclass
-class Plan:
-    """The work by the replica's name, and episodes that begin."""
-
-    work: dict[str, Work] = field(default_factory=dict)
-    episodes: list[GenerationRequest] = field(default_factory=list)
-
-    def of(self, replica: Replica) -> Work:
-        return self.work.setdefault(replica.name, Work(replica))
 
 
 def request_seed(seed: int, rollout_id: int) -> int:
@@ -79,8 +53,7 @@ class Dispatcher:
     def _plan(self) -> Plan:
         """Admit all groups that have room now; returns the work by replica, which the ledger already records."""
         plan = Plan()
-        for known in self._state.replicas:
-            known.forget_late(self._state.now())
+        self._state.forget_late()
         self._pacing.look()
         if self._state.stopping and not self._state.scheduled:
             return plan  # a schedule is completed anyway: a resume could not replace the lost version
@@ -94,8 +67,10 @@ class Dispatcher:
     def _plan_requeued(self, plan: Plan) -> None:
         """Assign the rollouts of dead replicas before any new group."""
         requeue, table = self._state.requeue, self._state.episodes
+        # In the scheduled modes turns are sampled in rounds: which sequences share an engine's batch, on which the last
+        # bits of its log-probs depend, must not depend on a tool's speed.
         in_rounds = self._state.scheduled and self._episodes is not None
-        waits = in_rounds and not self._round_is_whole()
+        waits = in_rounds and not (table.round_is_whole and not any(r.in_flight for r in self._state.replicas))
         waiting = sorted(requeue) if in_rounds else list(requeue)
         requeue.clear()
         for rollout_id in waiting:
@@ -111,14 +86,6 @@ class Dispatcher:
                 requeue.append(rollout_id)
             else:
                 self._assign(replica, rollout_id, group.group_id, group.prompt, plan)
-
-    def _round_is_whole(self) -> bool:
-        """Whether every episode waits for a turn. In the scheduled modes turns are sampled in rounds: which sequences
-        share an engine's batch, on which the last bits of its log-probs depend, must not depend on a tool's speed."""
-        playing = sum(rollout_id >= 0 for rollout_id in self._state.episodes.at)
-        return playing == sum(rollout_id >= 0 for rollout_id in self._state.episodes.wanted) and not any(
-            replica.in_flight for replica in self._state.replicas
-        )
 
     def _choose_again(self, group: GroupInProgress, rollout_id: int) -> Replica | None:
         """A replica for a rollout that is issued again: it must hold the group's version or a newer one, and exactly

@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from asyncrlhf.actors.episodes import EpisodeNews, TurnWanted
+from asyncrlhf.actors.messages import Collected
 from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.cluster.handles import LONG_SECONDS, EpisodesHandle, Runtime, WorkerLostError
 from asyncrlhf.errors import ReplicaError
@@ -62,8 +63,21 @@ class Episodes:
         for name, own in shares.items():
             self._worker(name).begin(own)
 
-    def turned(self, finished: Sequence[RolloutInfo], failed: Sequence[GenerationFailure]) -> None:
-        """Give turns that replicas have sampled to their episodes."""
+    def turned(self, replica: Replica, collected: Collected) -> None:
+        """Give turns that a replica has sampled to their episodes. One that it does not hold any more was issued again,
+        or given up."""
+        finished = [info for info in collected.finished if info.rollout_id in replica.in_flight]
+        failed = [failure for failure in collected.failed if failure.rollout_id in replica.in_flight]
+        for ids, ended in (([i.rollout_id for i in finished], True), ([f.rollout_id for f in failed], False)):
+            for rollout_id in ids:
+                replica.end(rollout_id, self._state.now(), finished=ended)
+        self._pass_on(finished)
+        for failure in failed:
+            self._fail(failure)
+        if finished or failed:
+            self._state.touch(replica, *(() if replica.in_flight else (self._state.emptied,)))
+
+    def _pass_on(self, finished: Sequence[RolloutInfo]) -> None:
         shares: dict[str, list[RolloutInfo]] = {}
         for info in finished:
             wanted = self._table.wanted.get(info.rollout_id)
@@ -78,8 +92,6 @@ class Episodes:
         for name, own in shares.items():
             if name not in self._down:
                 self._worker(name).sampled([info.payload for info in own])
-        for failure in failed:
-            self._fail(failure)
 
     async def serve(self, worker: EpisodesHandle) -> None:
         """Take a worker's news in a loop. Raises ReplicaError if it is lost and no other is left."""

@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from asyncrlhf.records.write.whole_files import write_table
-from asyncrlhf.types import OBSERVED, Rollout, Turn
+from asyncrlhf.turns import Turn
+from asyncrlhf.types import OBSERVED, Rollout
 
 TURN = pa.struct(
     [

@@ -12,7 +12,8 @@ import pyarrow as pa
 
 from asyncrlhf.buffer.ledger import prompt_from_json, prompt_to_json
 from asyncrlhf.errors import CheckpointError
-from asyncrlhf.types import Rollout, Turn
+from asyncrlhf.turns import Turn
+from asyncrlhf.types import Rollout
 
 ARRAYS = {
     "response_ids": pa.int64(), "behavior_logprobs": pa.float32(), "policy_versions": pa.int64(),

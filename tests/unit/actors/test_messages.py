@@ -19,9 +19,9 @@ from asyncrlhf.buffer.held import group_from_json, group_to_json
 from asyncrlhf.readahead.owners import ChunkInfo
 from asyncrlhf.records.write.rollout_rows import RolloutRow, undo_uses, write_part
 from asyncrlhf.records.write.spans import SpanBatch
+from asyncrlhf.turns import EpisodeFacts, Turn
 from asyncrlhf.types import (
     OBSERVED,
-    EpisodeFacts,
     GenerationFailure,
     GenerationRequest,
     Payload,
@@ -29,7 +29,6 @@ from asyncrlhf.types import (
     Rollout,
     RolloutGroup,
     SamplingParams,
-    Turn,
 )
 
 

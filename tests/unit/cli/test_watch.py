@@ -13,7 +13,8 @@ import yaml
 
 from asyncrlhf.cli.main import main
 from asyncrlhf.records.write.rollout_rows import RolloutRow, write_part
-from asyncrlhf.types import OBSERVED, Turn
+from asyncrlhf.turns import Turn
+from asyncrlhf.types import OBSERVED
 
 pytest.importorskip("textual", reason="the extra watch is not installed")
 from textual.widgets import DataTable, ProgressBar, Sparkline, Static

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 
 from asyncrlhf.cluster.clock import Signal, off_loop, run_virtual
 from asyncrlhf.orchestrator.learning.meters import LoopLag
-from asyncrlhf.orchestrator.replicas.pacing import FreeSlots, Rates
+from asyncrlhf.orchestrator.replicas.free_slots import FreeSlots
+from asyncrlhf.orchestrator.replicas.pacing import Rates
 from asyncrlhf.orchestrator.state import Replica
 
 

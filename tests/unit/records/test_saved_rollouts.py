@@ -13,7 +13,8 @@ import pytest
 
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.records.write.saved_rollouts import SCHEMA, _facts, read_rollouts, write_rollouts
-from asyncrlhf.types import OBSERVED, Prompt, Rollout, Turn
+from asyncrlhf.turns import Turn
+from asyncrlhf.types import OBSERVED, Prompt, Rollout
 
 PROMPT = Prompt(
     "p-1", "2+3=\ud800", np.array([2, 7, 1]), "5", {"level": 3, "tags": ["a", None]}, [{"role": "user", "content": "ü"}]

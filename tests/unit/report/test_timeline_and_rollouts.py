@@ -18,7 +18,8 @@ from asyncrlhf.records.write.rollout_tokens import TokenRecord
 from asyncrlhf.records.write.spans import Span, SpanRow, write_spans
 from asyncrlhf.report import rollouts, timeline
 from asyncrlhf.report.load import Run
-from asyncrlhf.types import OBSERVED, Turn
+from asyncrlhf.turns import Turn
+from asyncrlhf.types import OBSERVED
 
 HOSTILE = "a</script><script>document.title='broken'</script> \"quoted\" & <b>'bold'</b> 🙂 \ud83d <!-- \u2028"
 CHROMIUM = shutil.which("chromium")
