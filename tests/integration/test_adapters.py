@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import asyncrlhf
+from asyncrlhf.records.read.verify import verify
 from tests.calling_model import call_text, calling_model
 from tests.environment_servers import needs, serving
 from tests.ray_run import part_processes, wait_until
@@ -49,6 +50,7 @@ def test_it_trains(kind: str, tmp_path: Path, ray_local: Any) -> None:
         run = asyncrlhf.train(model, **given, **SMALL, overrides={**SETTINGS, "run_dir": tmp_path / "run"})
     ledger = run.summary["ledger"]
     assert run.summary["exit_reason"] == "done" and ledger["trained"] == 48 and not any(ledger["failed"].values())
+    assert verify(run.path) == []
     rows = run.rollouts[run.rollouts.state == "trained"]
     assert rows.reward.nunique() > 1 and (rows.groupby("group_id").prompt.nunique() == 1).all()
     wait_until(lambda: not part_processes(), "the end of every actor's process")

@@ -11,6 +11,7 @@ import pytest
 
 import asyncrlhf
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.records.read.verify import verify
 from tests import trl_agents
 from tests.calling_model import call_text, calling_model
 from tests.ray_run import part_processes, wait_until
@@ -37,6 +38,7 @@ def small(folder: Path, **changes: Any) -> dict[str, Any]:
 def ended(run: Any, runtime: str) -> None:
     ledger = run.summary["ledger"]
     assert run.summary["exit_reason"] == "done" and ledger["trained"] == 48 and not any(ledger["failed"].values())
+    assert verify(run.path) == []
     if runtime == "ray":
         wait_until(lambda: not part_processes(), "the end of every actor's process")
 

@@ -3,8 +3,8 @@
     VENV/bin/python .../verifiers_program.py TASKSET ['{"agent": {"max_turns": 4}}']
 
 verifiers (0.4) asks for versions of openai and mcp that vLLM refuses, so that it has an environment of its own; this
-file imports nothing of this package. The second argument is an environment's config of verifiers, in JSON. The row's column
-``index``, or else ``seed``, chooses the task. The last line of the output is the episode's reward.
+file imports nothing of this package. The second argument is an environment's config of verifiers, in JSON. The row's
+column ``index``, or else ``seed``, chooses the task. The last line of the output is the episode's reward.
 """
 
 from __future__ import annotations
