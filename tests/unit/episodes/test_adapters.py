@@ -20,6 +20,7 @@ from asyncrlhf.episodes.episode_config import EpisodeConfig
 from asyncrlhf.episodes.world import World, gives_reward
 from asyncrlhf.errors import ConfigError
 from tests.calling_model import call_text
+from tests.environment_servers import serving
 from tests.scripted import play, said
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -98,6 +99,13 @@ def test_an_mcp_server_ends_with_its_worker_and_comes_back_when_it_died() -> Non
     assert second != first
     server.close()
     assert not psutil.pid_exists(second)
+
+
+@pytest.mark.more
+def test_tools_of_an_mcp_server_by_http() -> None:
+    with serving("mcp_server.py", path="/mcp", with_folder=False) as (url, _):
+        rollout = play([call_text("add", json.dumps({"a": 2, "b": 40})), "done"], tools=[f"mcp:{url}/mcp"])
+    assert said(rollout)[1] == ("tool", "42")
 
 
 def test_a_late_tool_is_one_failed_call() -> None:
