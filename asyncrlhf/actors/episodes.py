@@ -154,7 +154,7 @@ class EpisodeActor(PartActor):
     def close(self) -> list[SpanBatch]:
         self._there(_async(self._worker.close))
         if self._agents is not None:
-            self._there(self._agents.close())
+            self._there(self._agents.shut())
         return []
 
 

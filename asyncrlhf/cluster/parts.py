@@ -172,7 +172,13 @@ def episode_spec(config: RunConfig) -> EpisodeSpec | None:
 def check_episodes(config: RunConfig, prompt: Prompt) -> list[str]:
     """Open an episode of ``prompt``; raises ConfigError if that cannot be. Returns sentences for the user."""
     spec = episode_spec(config)
-    return [] if spec is None else spec.driver(inline=True).check(prompt)
+    if spec is None:
+        return []
+    driver = spec.driver(inline=True)
+    try:
+        return driver.check(prompt)
+    finally:
+        driver.close()
 
 
 def service_notes(config: RunConfig) -> list[str]:

@@ -301,6 +301,10 @@ def _check_episodes(config: RunConfig) -> None:
         "reward.kind=environment takes the reward that an environment or agent gives; allowed: with "
         "episode.environment or episode.agent.",
     )
+    check(
+        config.task.kind != "environment" or config.episode.used,
+        "task.kind=environment has no prompts of its own; allowed: with an episode's environment, which asks.",
+    )
     if not config.episode.used:
         return
     check(

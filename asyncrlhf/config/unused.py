@@ -28,7 +28,7 @@ def unused_settings(config: RunConfig) -> list[str]:
         ("reward.http", config.reward.http, (), "http" in reward or judged, "reward.kind=http"),
         ("async", config.async_, adaptive, config.async_.adaptive, "async.adaptive=true"),
         ("episode", config.episode, of_agents, config.episode.agents, "episode.agent"),
-        ("task", config.task, ("path",), config.task.kind == "prompts", "task=prompts"),
+        ("task", config.task, ("path",), config.task.kind in ("prompts", "environment"), "task=prompts"),
     ]
     return [
         f"Not used: {', '.join(changed)}; needs {needed}."

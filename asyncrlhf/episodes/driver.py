@@ -12,7 +12,7 @@ from asyncrlhf.episodes.conversation import Conversation
 from asyncrlhf.episodes.environment import Caller, Environment, EpisodeError, Message, Step
 from asyncrlhf.episodes.episode_config import EpisodeConfig
 from asyncrlhf.episodes.observed_tokens import ObservedTextError
-from asyncrlhf.episodes.row import Row, Sample, finite
+from asyncrlhf.episodes.row import Row, Sample, finite, row_of
 from asyncrlhf.episodes.world import World
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.tasks.task import PromptEncoder
@@ -50,15 +50,18 @@ class Driver:
     def calls(self) -> Caller:
         return self._world.call
 
+    def close(self) -> None:
+        self._world.close()
+
     async def play(self, request: GenerationRequest, sample: Sample) -> Rollout:
         """The whole episode as a rollout. Raises EpisodeError with the reason if there is none."""
         environment: Environment | None = None
         prompt = request.prompt
-        row = {**prompt.metadata, "prompt": prompt.messages or prompt.text, "answer": prompt.answer}
+        row = row_of(prompt)
         try:
             environment = self._world.environment(row)
             async with asyncio.timeout(self._config.episode_seconds) as limit:
-                begun = {**self._world.row(row), "seed": request.seed}
+                begun = {"seed": request.seed, **self._world.row(row)}
                 observation = await self._call("reset", environment.reset, begun)
                 packed = Row(self._opening(prompt, environment, observation))
                 try:
@@ -68,6 +71,7 @@ class Driver:
                         raise
                     reason = "length"
             reward = await self._reward(environment, packed)
+            told = environment.told
         except EpisodeError:
             raise
         except TimeoutError:
@@ -79,7 +83,7 @@ class Driver:
         finally:
             if environment is not None:
                 await self._close(environment)
-        return packed.rollout(request, reason, reward)
+        return packed.rollout(request, reason, reward, told)
 
     async def _call(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
         return await self._world.call(what, function, *arguments)
@@ -92,7 +96,7 @@ class Driver:
     def check(self, prompt: Prompt) -> list[str]:
         """Open an episode of this prompt, without its reset. Raises ConfigError if that cannot be; returns sentences
         about the chat template for the user."""
-        row = {**prompt.metadata, "prompt": prompt.messages or prompt.text, "answer": prompt.answer}
+        row = row_of(prompt)
         self._opening(prompt, self._world.environment(row), None)
         return [self._talk.note] if self._talk.note else []
 
@@ -107,11 +111,14 @@ class Driver:
                 self._talk.opening(prompt.text, tools)  # refuses tools without a chat template
                 raise ConfigError("episode.tools need task.chat_template=true, or prompts that are conversations.")
             return self._encode(prompt.prompt_id, prompt.text + told, prompt.answer, prompt.metadata)
-        messages = [dict(message) for message in prompt.messages or self._as_messages(prompt.text)]
-        if self._system_prompt and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self._system_prompt})
-        messages[-1]["content"] = str(messages[-1]["content"]) + told
-        return replace(prompt, token_ids=self._talk.opening(messages, tools), text=prompt.text + told)
+        asked = [dict(message) for message in prompt.messages or self._as_messages(prompt.text)]
+        asked[-1]["content"] = str(asked[-1]["content"]) + told
+        told_first: list[Message] = []
+        if self._system_prompt and asked[0]["role"] != "system":
+            told_first = [{"role": "system", "content": self._system_prompt}]
+        ids = self._talk.opening([*told_first, *asked], tools)
+        given = None if prompt.messages is None else asked
+        return replace(prompt, token_ids=ids, text=prompt.text + told, messages=given)
 
     def _as_messages(self, text: str) -> list[Message]:
         return [{"role": "user", "content": text}]
@@ -134,7 +141,11 @@ class Driver:
                 return "length"
             began = clock()
             reply = self._talk.parse(turn.response_ids, environment.tools)
-            step = await self._call("step", environment.step, reply)
+            row.read(reply)
+            if environment.bounded:
+                step = await environment.step(reply)
+            else:
+                step = await self._call("step", environment.step, reply)
             row.answered(step, clock() - began)
             if step.done or (step.failures and config.on_tool_error == "end"):
                 return "stop"
@@ -154,7 +165,7 @@ class Driver:
             ids = self._talk.suffix(turn.response_ids, messages)
         if row.length + len(ids) >= most:
             return False
-        row.observed(ids, "".join(str(message["content"]) for message in messages))
+        row.observed(ids, messages)
         return True
 
     def _cut(self, text: str) -> str:

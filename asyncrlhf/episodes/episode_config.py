@@ -16,11 +16,14 @@ class EpisodeConfig:
     environment: str = setting(
         "",
         "The environment of each rollout: package.module:name of a class, ours or one for TRL's "
-        "environment_factory, or of a dictionary of them, from which the row's column environment chooses.",
+        "environment_factory, or of a dictionary of them, from which the row's column environment chooses; or "
+        "textarena:GAME, or openenv:URL of a server.",
         common=True,
     )
     tools: list[str] = setting(
-        [], "Functions that the model may call: calculator, or package.module:function, with type hints and docstring."
+        [],
+        "Functions that the model may call: calculator, or package.module:function, with type hints and docstring; or "
+        "mcp:COMMAND or mcp:URL, for all tools of an MCP server.",
     )
     agent: str = setting(
         "",
@@ -98,6 +101,12 @@ class EpisodeConfig:
         )
 
     @property
+    def code(self) -> list[tuple[str, str]]:
+        """The settings that name code of the user, with what they name."""
+        given = [("episode.environment", self.environment), *(("episode.tools", tool) for tool in self.tools)]
+        return [(key, target) for key, target in given if target.partition(":")[0] not in OF_OTHERS]
+
+    @property
     def used(self) -> bool:
         """Whether rollouts are episodes."""
         return bool(self.environment or self.tools or self.agents)
@@ -109,3 +118,4 @@ class EpisodeConfig:
 
 
 BUILT_IN = ("calculator",)
+OF_OTHERS = ("textarena", "openenv", "mcp")  # prefixes of other packages' environments and tools

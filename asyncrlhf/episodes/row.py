@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncrlhf.episodes.environment import EpisodeError, Step
+from asyncrlhf.episodes.environment import EpisodeError, Message, Step
+from asyncrlhf.episodes.replies import ParsedReply
 from asyncrlhf.turns import Turn
 from asyncrlhf.types import OBSERVED, FinishReason, GenerationRequest, IntArray, Prompt, Rollout
 
@@ -26,6 +27,22 @@ def turn_seed(seed: int, turn: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+def row_of(prompt: Prompt) -> dict[str, Any]:
+    """The prompt's columns, as they are in its dataset, for the environment."""
+    return {"answer": prompt.answer, **prompt.metadata, "prompt": prompt.messages or prompt.text}
+
+
+def as_message(reply: ParsedReply) -> Message:
+    """A turn in the form in which TRL's reward functions get it."""
+    message = {"role": "assistant", "content": reply.text}
+    calls = [
+        {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": dict(call.arguments)}}
+        for call in reply.tool_calls
+    ]
+    thought = {"reasoning_content": reply.thought} if reply.thought else {}
+    return message | thought | ({"tool_calls": calls} if calls else {})
+
+
 @dataclass
 class Row:
     """The packed row of an episode so far. Sampled tokens enter it as the engine made them, and are never decoded and
@@ -38,6 +55,7 @@ class Row:
     kept_ids: list[Any] = field(default_factory=list)
     kept_counts: list[Any] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    messages: list[Sequence[Message]] = field(default_factory=list)  # of each stretch
     turns: list[Turn] = field(default_factory=list)
     length: int = 0  # of the response
 
@@ -56,14 +74,20 @@ class Row:
             self.kept_ids.append(turn.kept_ids)
             self.kept_counts.append(turn.kept_counts)
         self.turns.append(Turn(start, self.length, turn.generator_id))
+        self.messages.append([{"role": "assistant", "content": turn.response_text}])
 
-    def observed(self, ids: IntArray, text: str) -> None:
+    def read(self, reply: ParsedReply) -> None:
+        """What the last turn says."""
+        self.messages[-1] = [as_message(reply)]
+
+    def observed(self, ids: IntArray, messages: Sequence[Message]) -> None:
         count = len(ids)
         self.length += count
         self.ids.append(ids)
         self.logprobs.append(np.zeros(count, np.float32))
         self.versions.append(np.full(count, OBSERVED, np.int64))
-        self.texts.append(text)
+        self.texts.append("".join(str(message["content"]) for message in messages))
+        self.messages.append(messages)
         if self.kept_counts:
             self.kept_counts.append(np.zeros(count, np.int32))
 
@@ -88,11 +112,18 @@ class Row:
             tag=episode.tag + number,
         )
 
-    def rollout(self, request: GenerationRequest, reason: FinishReason, reward: float | None) -> Rollout:
-        """The whole episode, of at least one turn; it ends with the last one."""
+    def rollout(
+        self,
+        request: GenerationRequest,
+        reason: FinishReason,
+        reward: float | None,
+        environment: Mapping[str, Any] | None = None,
+    ) -> Rollout:
+        """The whole episode, of at least one turn; it ends with the last one. ``environment``: what it tells of itself
+        to reward functions."""
         while self.length > self.turns[-1].end:  # late, it ended while the next turn was being sampled
             self.length -= len(self.ids.pop())
-            for stretches in (self.logprobs, self.versions, self.texts, self.kept_counts):
+            for stretches in (self.logprobs, self.versions, self.texts, self.messages, self.kept_counts):
                 del stretches[-1:]
         told: Mapping[str, Any] = {}
         if self.kept_counts:
@@ -110,6 +141,8 @@ class Row:
             epoch=request.epoch,
             turns=tuple(self.turns),
             episode_reward=reward,
+            messages=tuple(message for own in self.messages for message in own),
+            environment=environment,
             **told,
         )
 

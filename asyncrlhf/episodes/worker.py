@@ -17,6 +17,10 @@ class Player(Protocol):
 
     async def play(self, request: GenerationRequest, sample: Sample) -> Rollout:
         """The whole episode as a rollout. Raises EpisodeError with the reason if there is none."""
+        ...
+
+    def close(self) -> None:
+        """Free what episodes share."""
 
 
 class EpisodeWorker:
@@ -75,6 +79,7 @@ class EpisodeWorker:
 
     def close(self) -> None:
         self.cancel(list(self._tasks))
+        self._driver.close()
 
     async def _play(self, request: GenerationRequest) -> None:
         rollout_id, task = request.rollout_id, asyncio.current_task()

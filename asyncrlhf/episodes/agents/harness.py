@@ -14,7 +14,7 @@ from asyncrlhf.episodes.agents.session import Session
 from asyncrlhf.episodes.conversation import Conversation
 from asyncrlhf.episodes.environment import Caller, EpisodeError
 from asyncrlhf.episodes.episode_config import EpisodeConfig
-from asyncrlhf.episodes.row import Sample, finite
+from asyncrlhf.episodes.row import Sample, finite, row_of
 from asyncrlhf.plugins import load_function
 from asyncrlhf.redaction import HIDDEN
 from asyncrlhf.types import GenerationRequest, Prompt, Rollout
@@ -44,7 +44,10 @@ class AgentDriver:
     async def open(self, address: str) -> None:
         await self._endpoint.open(address)
 
-    async def close(self) -> None:
+    def close(self) -> None:
+        """Nothing is open but the endpoint."""
+
+    async def shut(self) -> None:
         await self._endpoint.close()
 
     def check(self, prompt: Prompt) -> list[str]:
@@ -54,8 +57,7 @@ class AgentDriver:
     async def play(self, request: GenerationRequest, sample: Sample) -> Rollout:
         """The whole episode as a rollout. Raises EpisodeError with the reason if there is none."""
         prompt, seconds = request.prompt, self._config.episode_seconds
-        given = {"prompt": prompt.messages or prompt.text, "answer": prompt.answer, "seed": request.seed}
-        row = {**prompt.metadata, **given}
+        row = {"seed": request.seed, **row_of(prompt)}
         session = Session(request, sample, self._talk, self._config, self._context)
         key = self._endpoint.admit(session)
         reward: float | None = None

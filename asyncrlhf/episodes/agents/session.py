@@ -12,7 +12,7 @@ import numpy as np
 from asyncrlhf.episodes.agents.answers import Answer
 from asyncrlhf.episodes.agents.calls import Call, RefusalError, same_message
 from asyncrlhf.episodes.conversation import Conversation
-from asyncrlhf.episodes.environment import EpisodeError, Step
+from asyncrlhf.episodes.environment import EpisodeError, Message, Step
 from asyncrlhf.episodes.episode_config import EpisodeConfig
 from asyncrlhf.episodes.observed_tokens import ObservedTextError
 from asyncrlhf.episodes.replies import ToolCall
@@ -94,14 +94,14 @@ class Session:
             if self._row is None:
                 self._row = self._opened(call)
                 return self._row
-            row, ids, text = self._row, *self._added(call)
+            row, ids, messages = self._row, *self._added(call)
         except (ConfigError, ObservedTextError) as error:
             raise RefusalError(str(error)) from error
         if row.length + len(ids) >= self._most(row):
             raise self._no_room(row, len(ids))
         self._note_turn()
         if len(ids):
-            row.observed(ids, text)
+            row.observed(ids, messages)
         return row
 
     def _opened(self, call: Call) -> Row:
@@ -128,8 +128,8 @@ class Session:
             "context_length_exceeded",
         )
 
-    def _added(self, call: Call) -> tuple[IntArray, str]:
-        """The tokens and the text that this call adds to the row. Raises RefusalError if it does not continue it."""
+    def _added(self, call: Call) -> tuple[IntArray, Sequence[Message]]:
+        """Tokens and messages that this call adds to the row. Raises RefusalError if it does not continue it."""
         assert self._row is not None and self._last is not None
         before = self._last[0]
         if call.chat != before.chat or type(call.prompt) is not type(before.prompt):
@@ -140,13 +140,13 @@ class Session:
             if not call.prompt.startswith(self._text):
                 raise _not_continued("its prompt does not begin with the prompt and answer before")
             text = call.prompt[len(self._text) :]
-            return self._talk.plain(text, begins=False), text
+            return self._talk.plain(text, begins=False), [{"role": "user", "content": text}]
         known, given = self._row.context, _array(call.prompt)
         if len(given) < len(known) or not np.array_equal(given[: len(known)], known):
             raise _not_continued("its tokens do not begin with those of the prompt and answer before")
-        return given[len(known) :], ""
+        return given[len(known) :], []
 
-    def _added_messages(self, call: Call) -> tuple[IntArray, str]:
+    def _added_messages(self, call: Call) -> tuple[IntArray, Sequence[Message]]:
         assert self._last is not None
         known = len(self._messages)
         if call.tools != self._last[0].tools:
@@ -159,7 +159,7 @@ class Session:
             raise _not_continued(f"it has {len(call.messages)} messages, of which none is new")
         if other := [m["role"] for m in added if m["role"] not in ("user", "tool")]:
             raise _not_continued(f"a new message has the role {other[0]}, and only user and tool may follow an answer")
-        return self._talk.suffix(self._last[1].turn.response_ids, added), "".join(m["content"] for m in added)
+        return self._talk.suffix(self._last[1].turn.response_ids, added), added
 
     def _named(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """A tool's result with the name and the id that the model gave the call."""
@@ -191,6 +191,7 @@ class Session:
         self._answered_at = asyncio.get_running_loop().time()
         number = len(self._row.turns)
         reply = self._talk.parse(turn.response_ids, call.tools if call.reads_calls else ())
+        self._row.read(reply)
         called = reply.tool_calls if call.parallel_calls else reply.tool_calls[:1]
         # A model's own ids, if it has any, often occur in several turns.
         self._calls = {f"call_{number}_{place}": own for place, own in enumerate(called)}

@@ -92,7 +92,7 @@ async def opened(**settings: Any) -> Any:
     try:
         yield driver
     finally:
-        await driver.close()
+        await driver.shut()
 
 
 async def play(
