@@ -104,7 +104,7 @@ def _critic_advantages(tokens: ResponseTokens, config: AlgorithmConfig) -> tuple
     ratio = target - tokens.behavior_logprobs if target is not None and (by_vtrace or config.corrects_values) else None
     rule: Callable[..., tuple[torch.Tensor, torch.Tensor]] = vtrace if by_vtrace else gae
     if config.credit == "turn":
-        rule = partial(segment_gae, numbers=tokens.turns, rule=rule)
+        rule = partial(segment_gae, numbers=tokens.turns, rule=rule)  # type: ignore[arg-type]
     how = {"gamma": config.gamma, "lam": config.lam, "c_bar": config.c_bar, "final_values": tokens.final_values}
     how |= {"rho_bar": config.rho_bar if by_vtrace else config.correction_high, "log_ratio": ratio}
     where = {"loss_mask": tokens.loss_mask, "sequence_ids": tokens.sequence_ids}
