@@ -88,8 +88,11 @@ def _turns(samples: Sequence[TrainSample], answered: np.ndarray) -> tuple[IntArr
         turns = sample.rollout.turns or (Turn(0, length),)
         for index, turn in enumerate(turns):
             number[turn.start : turn.end] = index
+        number[~sample.rollout.sampled] = OBSERVED
+        places = np.flatnonzero(number != OBSERVED)
+        last = places[np.searchsorted(number[places], np.arange(len(turns)), side="right") - 1]
         before = [turn.reward or 0.0 for turn in turns[:-1]]
-        earned[[turn.end - 1 for turn in turns]] = [*before, sample.reward - sum(before)]
+        earned[last] = [*before, sample.reward - sum(before)]
         numbers.append(number)
         rewards.append(earned)
     laid, given = np.full(len(answered), OBSERVED, np.int64), np.zeros(len(answered), np.float32)
