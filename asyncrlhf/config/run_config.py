@@ -222,8 +222,8 @@ def _check_shaped_rewards(config: RunConfig) -> None:
     by_turn = algorithm.credit == "turn"
     check(
         not by_turn or config.episode.used,
-        "algorithm.credit=turn credits the turns of episodes, and without an environment or tools there are none; "
-        "allowed: with episode.environment or episode.tools, or credit=episode.",
+        "algorithm.credit=turn credits the turns of episodes, and without an environment, tools or agent there are none; "
+        "allowed: with episode.environment, episode.tools or episode.agent, or credit=episode.",
     )
     check(
         not (by_turn and config.buffer.filter_zero_spread),
@@ -314,10 +314,20 @@ def _check_episodes(config: RunConfig) -> None:
     scored = any(part.kind == "environment" for part in config.reward.sources.values())
     check(
         not scored or config.episode.used,
-        "reward.kind=environment takes the reward that an environment gives; allowed: with episode.environment.",
+        "reward.kind=environment takes the reward that an environment or agent gives; allowed: with "
+        "episode.environment or episode.agent.",
+    )
+    check(
+        config.task.kind != "environment" or config.episode.used,
+        "task.kind=environment has no prompts of its own; allowed: with an episode's environment, which asks.",
     )
     if not config.episode.used:
         return
+    check(
+        not config.episode.agents or config.runtime == "ray",
+        "episode.agent and episode.agent_command call an endpoint in real time, and runtime=local has a virtual clock; "
+        "allowed: runtime=ray.",
+    )
     check(
         not config.learner.routing_replay,
         "learner.routing_replay=true follows the experts of one answer, not of an episode's turns; allowed: false.",

@@ -16,7 +16,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 OWN_INIT = ("dtype", "torch_dtype", "trust_remote_code", "device_map", "use_safetensors")
 ADAPTER_FILE = "adapter_config.json"  # PEFT's
 PICKLED_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
-TASKS = ("arithmetic", "prompts", "reasoning_gym")
+TASKS = ("arithmetic", "prompts", "reasoning_gym", "environment")
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class TaskConfig:
 
     kind: str = setting(
         "arithmetic",
-        "Source of prompts: generated sums, a file or dataset, or reasoning-gym.",
+        "Source of prompts: generated sums, a file or dataset, reasoning-gym, or an episode's environment.",
         choices=TASKS,
     )
     max_prompt_length: int = setting(

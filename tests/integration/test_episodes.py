@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +172,15 @@ def test_a_faulty_world_costs_single_episodes(tmp_path: Path, world: str, cause:
     assert (cause == "") == (not failed)
     assert all(cause in said for said in failed)
     assert len(done.metrics) == 8
+
+
+def test_late_episodes_end_while_a_turn_of_theirs_waits_or_is_sampled(tmp_path: Path) -> None:
+    """There is one slot for each two episodes, and so some are late."""
+    done = run(
+        tmp_path, *FAKE, *THREE, "generator.slots=8", "steps=20", "episode.concurrency=16",
+        "generator.fake.latency_median=0.2", "episode.episode_seconds=3", "max_failure_fraction=1",
+    )  # fmt: skip
+    assert_whole(done)
+    ends = Counter(int(np.count_nonzero(np.diff(np.asarray(v) >= 0))) for v in done.trained.policy_versions)
+    assert set(ends) <= {0, 2, 4} and ends[4] > 20 and len(done.trained) - ends[4] > 5
+    assert len(done.metrics) == 20

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 from asyncrlhf.actors.episodes import EpisodeNews, TurnWanted
 from asyncrlhf.actors.messages import Collected
@@ -117,6 +118,7 @@ class Episodes:
                 else:
                     state.requeue.append(turn.rollout_id)
         finished = [info for info in news.finished if table.at.get(info.rollout_id) == worker.name]
+        self._leave_turns([info.rollout_id for info in finished])
         for info in finished:
             self._forget(info.rollout_id)
             if info.rollout_id < 0:
@@ -136,6 +138,7 @@ class Episodes:
         if name is None:
             return
         self._worker(name).cancel([rollout_id])
+        self._leave_turns([rollout_id])
         self._forget(rollout_id)
         if rollout_id < 0:
             self._answered(rollout_id, None)
@@ -156,6 +159,27 @@ class Episodes:
             for rollout_id in ids:
                 self._attempts[rollout_id] += 1
                 self._forget(rollout_id)
+
+    def _leave_turns(self, rollout_ids: Sequence[int]) -> None:
+        """Of these episodes, which have ended, no turn is sampled any more: a late one may end before its turn does."""
+        left = [rollout_id for rollout_id in rollout_ids if rollout_id in self._table.wanted]
+        for rollout_id in left:
+            if rollout_id in self._state.requeue:
+                self._state.requeue.remove(rollout_id)
+        for telling in self._withdrawn(left):
+            self._beside(telling)
+
+    def _withdrawn(self, rollout_ids: Collection[int]) -> list[Coroutine[Any, Any, Any]]:
+        """Take turns of these episodes from the replicas that sample them; what tells the replicas."""
+        state, telling = self._state, []
+        for replica in state.replicas:
+            held = sorted(replica.in_flight.intersection(rollout_ids))
+            for rollout_id in held:
+                replica.end(rollout_id, state.now(), finished=False)
+            if held and replica.alive:
+                told = replica.handle.call(LONG_SECONDS, GeneratorWorker.cancel, held)
+                telling.append(state.heard(replica, told))
+        return telling
 
     def _forget(self, rollout_id: int) -> None:
         self._state.expect_no_more(rollout_id)
@@ -187,17 +211,11 @@ class Episodes:
     async def _take_back(self, lost: Sequence[int]) -> None:
         """Issue these episodes again. A turn of them that is being sampled is cancelled first: an engine knows one
         request of an id."""
-        state, telling = self._state, []
+        state = self._state
         for rollout_id in lost:
             self._attempts[rollout_id] += 1
             self._forget(rollout_id)
-        for replica in state.replicas:
-            held = sorted(replica.in_flight.intersection(lost))
-            for rollout_id in held:
-                replica.end(rollout_id, state.now(), finished=False)
-            if held and replica.alive:
-                told = replica.handle.call(LONG_SECONDS, GeneratorWorker.cancel, held)
-                telling.append(state.heard(replica, told))
+        telling = self._withdrawn(lost)
         waiting = set(state.requeue)
         await asyncio.gather(*telling)
         for rollout_id in lost:
@@ -234,7 +252,10 @@ class Episodes:
 
     def _ask(self, turn: TurnWanted) -> None:
         """Have a turn of an evaluation sampled."""
-        task = asyncio.create_task(self._sample(turn))
+        self._beside(self._sample(turn))
+
+    def _beside(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.create_task(work)
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
 

@@ -554,7 +554,7 @@ EPISODES = ["episode.environment=tests.worlds:Sums", "reward.kind=environment", 
         (["algorithm=online_dpo"], "algorithm.credit=turn has no place in algorithm.head=pair"),
         (["algorithm=dapo"], "buffer.filter_zero_spread=true compares whole episodes"),
         (["reward.normalize=batch"], "reward.normalize=batch rescales the reward of an episode"),
-        (["episode.environment=", "reward.kind=task"], "without an environment or tools there are none"),
+        (["episode.environment=", "reward.kind=task"], "without an environment, tools or agent there are none"),
         (["algorithm.credit=episode", "algorithm.gamma=0.9"], "credit=turn"),
     ],
 )
