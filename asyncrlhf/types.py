@@ -301,6 +301,8 @@ class TrainBatch:
     kept_ids: IdArray | None = None  # [K] the tokens that truncated sampling allowed; None without truncation
     kept_counts: IdArray | None = None  # [T] number of them for each token; 0: the whole vocabulary, and on prompts
     routed_experts: NDArray[np.unsignedinteger] | None = None  # [T, E] of each token as input; 0 on the last ones
+    turns: IntArray | None = None  # [T] the number of each token's turn, -1 on prompts and observed tokens
+    turn_rewards: FloatArray | None = None  # [T] of each turn, on its last token; both None: credit goes to the whole
 
     @property
     def num_sequences(self) -> int:

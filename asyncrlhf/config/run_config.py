@@ -219,6 +219,22 @@ def _check_shaped_rewards(config: RunConfig) -> None:
         "buffer.filter_zero_spread=true compares scores alone, but algorithm.kl=reward tells siblings of equal score "
         "apart; allowed: filter_zero_spread=false, or kl=loss.",
     )
+    by_turn = algorithm.credit == "turn"
+    check(
+        not by_turn or config.episode.used,
+        "algorithm.credit=turn credits the turns of episodes, and without an environment, tools or agent there are none; "
+        "allowed: with episode.environment, episode.tools or episode.agent, or credit=episode.",
+    )
+    check(
+        not (by_turn and config.buffer.filter_zero_spread),
+        "buffer.filter_zero_spread=true compares whole episodes, but algorithm.credit=turn tells siblings of equal "
+        "score apart; allowed: filter_zero_spread=false, or credit=episode.",
+    )
+    check(
+        not by_turn or config.reward.normalize == "none",
+        f"reward.normalize={config.reward.normalize} rescales the reward of an episode, and not those of its turns, "
+        "which algorithm.credit=turn subtracts from it; allowed: normalize=none, or credit=episode.",
+    )
 
 
 def _check_groups(config: RunConfig) -> None:
