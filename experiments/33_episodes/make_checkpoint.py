@@ -20,7 +20,7 @@ CONTEXT = 128
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
     "{% if m['role'] == 'assistant' %}<assistant>{{ m['content'] or '' }}"
-    "{% for c in m['tool_calls'] or [] %}<call>{{ c['function']['arguments']['expression'] }}</call>{% endfor %}<eos>"
+    "{% for c in m['tool_calls'] or [] %}<call>{{ c['function']['arguments'].values() | join }}</call>{% endfor %}<eos>"
     "{% elif m['role'] == 'tool' %}<tool>{{ m['content'] }}{% else %}<user>{{ m['content'] }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("asyncrlhf/assets/tiny-tools"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--calls", type=float, default=0.3, help="share of conversations with a call")
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=2000)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     rng, tokenizer = np.random.default_rng(args.seed), make_tokenizer()

@@ -184,3 +184,17 @@ def test_late_episodes_end_while_a_turn_of_theirs_waits_or_is_sampled(tmp_path: 
     ends = Counter(int(np.count_nonzero(np.diff(np.asarray(v) >= 0))) for v in done.trained.policy_versions)
     assert set(ends) <= {0, 2, 4} and ends[4] > 20 and len(done.trained) - ends[4] > 5
     assert len(done.metrics) == 20
+
+
+def test_the_learner_is_busy_while_tools_take_ten_times_the_sampling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_nothing(monkeypatch)
+    done = run(
+        tmp_path, *FAKE, *SLOW, "steps=120", "generator.slots=256", "episode.concurrency=256",
+        "generator.fake.latency_median=0.1", "async.max_staleness=24", "buffer.capacity=512",
+        "learner.virtual_step_seconds=0.3", "fusion.max_wait_ms=0",
+    )  # fmt: skip
+    assert_whole(done)
+    begun, ended = done.metrics[19]["wall_time"], done.metrics[-1]["wall_time"]
+    assert 100 * 0.3 / (ended - begun) >= 0.9
