@@ -386,7 +386,8 @@ class FaultyEpisodes(Mortal, LocalEpisodes):
         """It answers after a while, with news or without, as on Ray."""
         self.still_there()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self.worker.changed.wait(), self._spec.stall_seconds / 5)
+            async with asyncio.timeout(self._spec.stall_seconds / 5):  # wait_for may swallow a cancellation
+                await self.worker.changed.wait()
         self.still_there()
         return told(*news_of(self.worker), asyncio.get_running_loop().time())
 

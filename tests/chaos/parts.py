@@ -60,6 +60,7 @@ class World:
     fails_one_in: int = 0
     odd_one_in: int = 0  # episodes
     deadly_one_in: int = 0  # episodes that end their worker
+    episodes_fail: bool = False  # or may have failed in a session before
     trained: list[Trained] = field(default_factory=list)
     lives: list[int] = field(default_factory=list)  # of the learner: the version at which each began, LIFE before that
 

@@ -58,6 +58,7 @@ SERVICES = {
     "both": ("algorithm=ppo", "critic=service", "reference=service", "algorithm.kl=loss", "algorithm.beta=0.1"),
 }
 EPISODES = 0.25  # share of the seeds whose rollouts are episodes
+SHORT_SECONDS = 4.0  # of an episode, with waits for its turns: too few while a part is replaced
 LIMIT_SECONDS = 2000.0  # of one session, on the virtual clock
 CLOSE_SECONDS = 100.0  # of its end
 LOOK_SECONDS = 0.2
@@ -143,7 +144,7 @@ def draw_episodes(seed: int, sure: bool) -> tuple[EpisodeConfig, int, int] | Non
         concurrency=rng.choice((0, 0, 8)),
         max_turns=rng.choice((2, 8)),
         timeout_seconds=2.0,
-        episode_seconds=rng.choice((3.0, 30.0)),
+        episode_seconds=rng.choice((SHORT_SECONDS, 100.0)),
     )
     return config, rng.choice((0, 0, 15)), rng.choice((0, 0, 60))
 
@@ -218,6 +219,9 @@ def simulate(
             faults, world = draw_faults(rng, seed, number, drawn is not None), World(fails_one_in=fails)
             if drawn is not None:
                 world.odd_one_in, world.deadly_one_in = drawn[1], drawn[2] if number < 2 else 0
+                world.episodes_fail = any(drawn[1:]) or drawn[0].episode_seconds == SHORT_SECONDS
+                seconds = drawn[0].episode_seconds if number < 2 else LIMIT_SECONDS  # it runs while turns are sampled
+                config = replace(config, episode=replace(drawn[0], episode_seconds=seconds))
             stop_at = rng.uniform(0.0, 8.0) if number < 2 and rng.random() < 0.2 else None
             faults.tell, faults.told_passes = tell, told_passes
             checkpoints = list_checkpoints(run_dir)
@@ -236,7 +240,10 @@ def simulate(
                 result.broken += end_broken(config, run_dir, world, session.counts, resumed_at)
             if session.reason == "done" or result.broken:
                 break
-        if result.sessions[-1].reason != "done" and not result.broken:
+        last = result.sessions[-1]
+        # Failed rollouts of a schedule stay failed when the run is resumed.
+        spoilt = drawn is not None and "Every rollout of the batch" in str(last.error)
+        if last.reason != "done" and not result.broken and not spoilt:
             result.broken.append(f"after {SESSIONS} sessions the run is not done")
     return result
 
@@ -339,7 +346,7 @@ class SessionRun:
                 ended.reason = "interrupted"  # while it started
         except Exception as error:
             ended.error = error
-            failures = bool(self.world.fails_one_in or self.world.odd_one_in) or any(
+            failures = bool(self.world.fails_one_in) or self.world.episodes_fail or any(
                 f.part[:3] in ("rew", "ref", "cri", "epi") for f in self.faults.fired
             )
             if sentence := untrue(error, self.faults.fired, failures, bool(self.world.deadly_one_in)):

@@ -81,11 +81,15 @@ class Episodes:
     def turned(self, replica: Replica, collected: Collected) -> None:
         """Give turns that a replica has sampled to their episodes. One that it does not hold any more was issued again,
         or given up."""
-        finished = [info for info in collected.finished if self._is_awaited(replica, info)]
-        failed = [failure for failure in collected.failed if self._is_awaited(replica, failure)]
-        for ids, ended in (([i.rollout_id for i in finished], True), ([f.rollout_id for f in failed], False)):
-            for rollout_id in ids:
-                replica.end(rollout_id, self._state.now(), finished=ended)
+        finished, failed = list[RolloutInfo](), list[GenerationFailure]()
+        for info in collected.finished:
+            if self._is_awaited(replica, info):
+                replica.end(info.rollout_id, self._state.now(), finished=True)
+                finished.append(info)
+        for failure in collected.failed:
+            if self._is_awaited(replica, failure):
+                replica.end(failure.rollout_id, self._state.now(), finished=False)
+                failed.append(failure)
         self._pass_on(finished)
         for failure in failed:
             self._fail(failure)
@@ -250,26 +254,32 @@ class Episodes:
     async def _take_back(self, lost: Sequence[int]) -> None:
         """Issue these episodes again. A turn of them that is being sampled is cancelled first: an engine knows one
         request of an id."""
-        state, telling = self._state, []
+        state, telling, sampled = self._state, list[Awaitable[object]](), set[int]()
         for rollout_id in lost:
             self._attempts[rollout_id] += 1
             self._forget(rollout_id)
         for replica in state.replicas:
             held = sorted(replica.in_flight.intersection(lost))
+            sampled.update(held)
             for rollout_id in held:
                 replica.end(rollout_id, state.now(), finished=False)
             if held and replica.alive:
                 told = replica.handle.call(LONG_SECONDS, GeneratorWorker.cancel, held)
                 telling.append(state.heard(replica, told))
-        waiting = set(state.requeue)
+        for rollout_id in set(state.requeue).intersection(lost):  # for its turn, not yet to begin again
+            state.requeue.remove(rollout_id)
+        self._issue_again([i for i in lost if i not in sampled])
         await asyncio.gather(*telling)
+        self._issue_again(sorted(sampled))
+
+    def _issue_again(self, lost: Sequence[int]) -> None:
+        state = self._state
         for rollout_id in lost:
             entry = state.ledger.get(rollout_id) if rollout_id >= 0 else None
-            if entry is None or entry.state != "generating":
-                continue  # dropped meanwhile, or of an evaluation
+            if entry is None or entry.state != "generating" or rollout_id in self._table.at:
+                continue  # of an evaluation, or dropped or restored from a checkpoint meanwhile
             state.ledger.requeue(rollout_id)
-            if rollout_id not in waiting:
-                state.requeue.append(rollout_id)
+            state.requeue.append(rollout_id)
 
     def _worker(self, name: str) -> EpisodesHandle:
         return next(worker for worker in self._workers if worker.name == name)
