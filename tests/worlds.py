@@ -97,6 +97,24 @@ class Rare(Sums):
         return seed % cls.ONE_IN == 0
 
 
+class Moody(Sums):
+    """Some steps take long, and in one of ten episodes something goes wrong."""
+
+    async def step(self, reply: ParsedReply) -> Step:
+        seed = self._row["seed"] >> self._asked
+        await asyncio.sleep((0.0, 0.01, 0.05, 0.3)[seed % 4])
+        step, fate = await super().step(reply), self._row["seed"] % 40
+        if fate == 0:
+            raise RuntimeError("the world has ended")
+        if fate == 1:
+            await asyncio.sleep(1e6)
+        if fate == 2 and not step.done:
+            return Step("9" * 10**6)
+        if fate == 3 and not step.done:
+            return Step([{"role": "user", "content": b"\xff\x00"}])
+        return step
+
+
 class Exits(Rare):
     """Its worker's process ends."""
 

@@ -1,4 +1,4 @@
-"""Environments of simulated runs: several turns that take their time, and everything that an environment may do wrong."""
+"""Environments of simulated runs: several turns that take their time, and all that an environment may do wrong."""
 
 from __future__ import annotations
 

@@ -346,8 +346,10 @@ class SessionRun:
                 ended.reason = "interrupted"  # while it started
         except Exception as error:
             ended.error = error
-            failures = bool(self.world.fails_one_in) or self.world.episodes_fail or any(
-                f.part[:3] in ("rew", "ref", "cri", "epi") for f in self.faults.fired
+            failures = (
+                bool(self.world.fails_one_in)
+                or self.world.episodes_fail
+                or any(f.part[:3] in ("rew", "ref", "cri", "epi") for f in self.faults.fired)
             )
             if sentence := untrue(error, self.faults.fired, failures, bool(self.world.deadly_one_in)):
                 ended.broken.append(sentence)

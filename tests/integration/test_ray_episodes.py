@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from asyncrlhf.cluster.ray_handles import RayLearner
 from asyncrlhf.orchestrator.controller import Controller
 from asyncrlhf.orchestrator.rollouts.dispatch import request_seed
+from tests.chaos.test_ray_chaos import Command
 from tests.integration.test_episodes import assert_whole
 from tests.loop import FAKE
 from tests.ray_run import before, run, strike, until, watch
@@ -28,10 +30,10 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
-def attempts(controller: Controller) -> dict[int, int]:
-    """How many times each rollout's episode was begun again."""
+def begun_again_of(controller: Controller) -> set[int]:
+    """The rollouts whose episodes were begun again, or given up."""
     assert controller._episodes is not None
-    return dict(controller._episodes._attempts)
+    return set(controller._episodes._attempts)
 
 
 @pytest.mark.usefixtures("ray_local")
@@ -39,7 +41,7 @@ def test_killed_parts_lose_no_episode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An episode worker dies while it plays, and a replica while it samples turns."""
-    controllers, held, turns = watch(monkeypatch), set[int](), dict[int, int]()
+    controllers, held, turns = watch(monkeypatch), set[int](), set[int]()
 
     async def in_a_step(learner: RayLearner, *_: Any) -> None:
         controller = controllers[0]
@@ -53,7 +55,7 @@ def test_killed_parts_lose_no_episode(
         if state.version == 4:
             replica = state.replicas[0]
             await until(lambda: replica.in_flight, "turns at the replica")
-            turns.update({i: table.wanted[i].tag for i in replica.in_flight})
+            turns.update(replica.in_flight)
             await strike(replica.handle.actor, signal.SIGKILL)  # type: ignore[attr-defined]
             await until(lambda: replica.restarts == 1 and replica.takes_work, "the replica's return")
 
@@ -62,11 +64,12 @@ def test_killed_parts_lose_no_episode(
     assert_whole(done)
     assert done.summary["ledger"]["trained"] == 7 * 16
     assert held and turns
-    assert set(attempts(controllers[0])) >= held & set(done.trained.rollout_id)
-    trained = done.trained.set_index("rollout_id")
-    again = [i for i in turns if i in trained.index and i not in held]
-    assert all(len(set(trained.loc[i].generator_id)) for i in again)
-    assert "episode-0 died" in said(capsys)
+    begun_again, trained = begun_again_of(controllers[0]), set(done.trained.rollout_id)
+    assert begun_again & trained, "the worker's episodes began again"
+    assert begun_again & trained <= held, "the replica's did not"
+    assert (turns - held) & trained, "a turn was sampled again, and its episode went on"
+    told = said(capsys)
+    assert "episode-0 died: " in told and "episodes start again." in told
 
 
 def strange_ids(kind: type[Rare], rollouts: Any) -> set[int]:
@@ -123,3 +126,24 @@ def test_threads_that_never_end_cost_their_episodes_and_at_last_the_worker(
     worker: Any = controllers[0]._runtime.episodes[0]
     assert worker.restarts >= 1
     assert "calls of tools that do not end" in said(capsys)
+
+
+@pytest.mark.more
+def test_an_interrupted_run_of_episodes_goes_on(tmp_path: Path, ray_local: Any) -> None:
+    """Ctrl-C while episodes are under way; the same command begins them again and trains each step once."""
+    folder, address = tmp_path / "run", ray_local.get_runtime_context().gcs_address
+    options = (*SMALL, *world("Rare"), "steps=12", "generator.replicas=2", "checkpoint.resume=auto")
+    command = Command(folder, *options, f"ray.address={address}")
+    try:
+        command.until_steps(4)
+        command.signal(signal.SIGINT)
+        assert command.ends(60) == 130, command.output.read_text()
+    finally:
+        command.clean()
+    first = json.loads((folder / "summary.json").read_text())
+    assert first["exit_reason"] == "interrupted" and first["ledger"]["adds_up"] and first["ledger"]["left"] > 0
+    model = "model.path=tiny"  # as the command's
+    done = run(folder, *options, model, f"ray.address={address}")
+    assert_whole(done)
+    assert [row["step"] for row in done.metrics] == list(range(1, 13))
+    assert sum(map(len, done.trained.consumed_at_version)) == 12 * 16

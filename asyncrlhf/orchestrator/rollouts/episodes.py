@@ -2,8 +2,8 @@
 
 A turn is a rollout that is issued again: it waits in ``state.requeue`` until the dispatcher gives it to a replica, and
 it is sampled again if that replica dies. Only the last turn's end is the rollout's end. What a worker held when it died
-starts again from the environment's reset, at any worker; a tag tells attempts apart. An episode whose environment was at
-work at three deaths has failed.
+starts again from the environment's reset, at any worker; a tag tells attempts apart. An episode fails at the third
+death of a worker at which its environment was at work.
 """
 
 from __future__ import annotations
