@@ -135,7 +135,7 @@ def _draw_config(rng: random.Random, seed: int) -> RunConfig:
 def draw_episodes(seed: int, sure: bool) -> tuple[EpisodeConfig, int, int] | None:
     """The settings of episodes, one episode in how many is odd, and one in how many ends its worker; None if rollouts
     are plain answers. Drawn beside the rest, so that what a seed drew before stays."""
-    rng = random.Random(f"episodes of {seed}")
+    rng = random.Random(f"with episodes {seed}")
     if rng.random() > EPISODES and not sure:
         return None
     config = EpisodeConfig(
