@@ -49,6 +49,8 @@ $(STAMP): pyproject.toml $(wildcard requirements/*)
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@PIP="$(PIP)" UV="$(UV)" bash requirements/locked.sh --upgrade --target $(VENV)/references -r requirements/references.txt \
 		|| echo "Without verl, torchrl and OpenRLHF, which only tests/references compares with: those tests will skip."
+	@PIP="$(PIP)" UV="$(UV)" bash requirements/locked.sh --upgrade --target $(VENV)/environments -r requirements/environments.txt \
+		|| echo "Without openenv, of which tests start servers: those tests will skip."
 	@rm -f $(VENV)/.installed-* && touch $@
 	@echo "Installed. Next: make train; or source $(BIN)/activate, and the command is asyncrlhf"
 

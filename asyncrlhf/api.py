@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Reward = str | Callable[..., Sequence[float | None]]
-REWARD_FOLDER, DATA_STEM = "reward", "dataset"
+Tool = str | Callable[..., Any]
+Factory = Callable[[], Any]
+REWARD_FOLDER, EPISODE_FOLDER, DATA_STEM = "reward", "episode", "dataset"
 
 # In a notebook without ipywidgets tqdm and Ray say so in their own words; nothing here draws with widgets.
 warnings.filterwarnings("ignore", message="IProgress not found")
@@ -40,6 +42,8 @@ def train(
     reward: Reward | Sequence[Reward] | None = None,
     *,
     reward_weights: Sequence[float] | None = None,
+    tools: Sequence[Tool] = (),
+    environment_factory: str | Factory | Mapping[str, Factory] | None = None,
     callbacks: Any = (),
     overrides: Mapping[str, Any] | None = None,
     **settings: Any,
@@ -50,6 +54,9 @@ def train(
     file, folder or name that ``task.path`` takes, or rows: a list of dictionaries, a pandas data frame, a
     ``datasets.Dataset`` or a ``DatasetDict``. ``reward``: any function with TRL's signature, the name
     ``package.module:function``, or a list of those, which are summed, with ``reward_weights`` if given.
+    ``tools``: functions that the model may call, and ``environment_factory``: a class, or a dictionary of them of which
+    the column ``environment`` chooses, both with TRL's meaning; or their names. The reward of an environment that has
+    one is added to ``reward``, which may then be left out, as may the dataset if the environment asks.
     ``callbacks``: one or several, see :class:`~asyncrlhf.records.show.callbacks.Callbacks`. ``settings`` are the
     top-level settings and groups (``steps=20, algorithm="tis"``), ``overrides`` those with a dot
     (``{"async.max_staleness": 4}``).
@@ -59,11 +66,14 @@ def train(
     """
     given = {**settings, **(overrides or {})}
     listeners = Callbacks(callbacks if isinstance(callbacks, list | tuple) else [callbacks])
-    if _needs_files(dataset, reward):
+    check(isinstance(tools, list | tuple), "tools is a list of functions or of their names.")
+    if _needs_files(dataset, reward, *tools, *_factories(environment_factory)):
         given["run_dir"] = str(_own_folder(given))
     folder = Path(given.get("run_dir", ""))
-    rewarded = _reward(reward, reward_weights, folder)
-    config = load_config([*_model(model), *_dataset(dataset, folder), *rewarded, *_overrides(given)])
+    played = _episode(tools, environment_factory, folder)
+    asked = _dataset(dataset, folder, environment_factory, str(given.get("task.prompt_key", "prompt")))
+    rewarded = _reward(reward, reward_weights, folder, environment_factory)
+    config = load_config([*_model(model), *asked, *played, *rewarded, *_overrides(given)])
 
     def run() -> dict[str, Any]:
         from asyncrlhf.orchestrator.run import train
@@ -150,13 +160,21 @@ def _model(model: str | Path | None) -> list[str]:
     return [f"model={model}"] if _is_preset("model", model) else [f"model.path={_text(str(model))}"]
 
 
-def _dataset(dataset: Any, folder: Path) -> list[str]:
-    """The settings of a dataset; rows are written to ``folder``, from where a resumed run reads them again."""
+def _dataset(dataset: Any, folder: Path, factory: Any = None, prompt_key: str = "prompt") -> list[str]:
+    """The settings of a dataset; rows are written to ``folder``, from where a resumed run reads them again. Without
+    prompts in it the environment asks."""
     if dataset is None:
-        return []
+        check(
+            not isinstance(factory, Mapping),
+            "environment_factory is a dictionary, so that it needs a dataset, with a column environment.",
+        )
+        return [] if factory is None else ["task=environment"]
     if isinstance(dataset, str | Path) and _is_preset("task", dataset):
         return [f"task={dataset}"]
     path = str(dataset if isinstance(dataset, str | Path) else _written(dataset, folder))
+    columns = _columns(dataset)
+    if factory is not None and columns is not None and prompt_key not in columns:
+        return ["task=environment", f"task.path={_text(path)}"]
     return ["task.kind=prompts", f"task.path={_text(path)}"]
 
 
@@ -176,6 +194,15 @@ def _written(rows: Any, folder: Path) -> Path:
     path = folder / f"{DATA_STEM}.jsonl"
     path.write_text("".join(json.dumps(dict(row), default=str) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+def _columns(dataset: Any) -> set[str] | None:
+    """The names of the columns of rows; None for the name of a dataset, which is not read here."""
+    if isinstance(dataset, str | Path) or _is_splits(dataset):
+        return None
+    if hasattr(dataset, "to_parquet"):
+        return {*map(str, dataset.column_names if hasattr(dataset, "column_names") else dataset.columns)}
+    return {name for row in dataset for name in row}
 
 
 def _is_splits(rows: Any) -> bool:
@@ -200,49 +227,87 @@ def _has_items(rows: Any) -> bool:
     return not isinstance(rows, Sequence) or len(rows) > 0
 
 
-def _needs_files(dataset: Any, reward: Any) -> bool:
+def _needs_files(dataset: Any, reward: Any, *others: Any) -> bool:
     """Whether rows or functions must be written to a folder that workers read."""
-    functions = reward if isinstance(reward, list | tuple) else [reward]
+    functions = [*(reward if isinstance(reward, list | tuple) else [reward]), *others]
     return not isinstance(dataset, str | Path | None) or any(callable(function) for function in functions)
 
 
-def _reward(reward: Reward | Sequence[Reward] | None, weights: Sequence[float] | None, folder: Path) -> list[str]:
-    """The settings of the reward; functions are written to ``folder``."""
+def _factories(environment_factory: Any) -> list[Any]:
+    return [*environment_factory.values()] if isinstance(environment_factory, Mapping) else [environment_factory]
+
+
+def _episode(tools: Sequence[Tool], environment_factory: Any, folder: Path) -> list[str]:
+    """The settings of tools and environment; functions and classes are written to ``folder``."""
+    found = []
+    if tools:
+        named = [_target(tool, folder / EPISODE_FOLDER, "tools", _own_name(tool, i)) for i, tool in enumerate(tools)]
+        check(len(set(named)) == len(named), f"tools: the functions' names must differ, and these are {named}.")
+        found.append(f"episode.tools={_text(named)}")
+    if environment_factory is not None:
+        name = "environment_factory"
+        check(
+            isinstance(environment_factory, str) or all(map(callable, _factories(environment_factory))),
+            f"{name} is of the type {type(environment_factory).__name__}; allowed: a class, a function without "
+            "arguments that returns an environment, a dictionary of them by name, or package.module:name.",
+        )
+        target = _target(environment_factory, folder / EPISODE_FOLDER, name, name)
+        found.append(f"episode.environment={_text(target)}")
+    return found
+
+
+def _reward(
+    reward: Reward | Sequence[Reward] | None,
+    weights: Sequence[float] | None,
+    folder: Path,
+    environment_factory: Any = None,
+) -> list[str]:
+    """The settings of the reward; functions are written to ``folder``. An environment's own reward is added."""
+    from asyncrlhf.episodes.world import gives_reward
+
     several = isinstance(reward, list | tuple)
     check(weights is None or several, "reward_weights needs several functions, reward=[f, g].")
+    given = environment_factory is not None and gives_reward(environment_factory)
     if reward is None:
-        return []
-    if isinstance(reward, str) or callable(reward):
-        return ["reward.kind=python", f"reward.target={_text(_target(reward, folder, 'score'))}"]
-    names = [_reward_name(part, number) for number, part in enumerate(reward)]
+        return ["reward.kind=environment"] if given else []
+    folder = folder / REWARD_FOLDER
+    if not given and (isinstance(reward, str) or callable(reward)):
+        return ["reward.kind=python", f"reward.target={_text(_target(reward, folder, 'reward', 'score'))}"]
+    functions: Sequence[Any] = reward if isinstance(reward, list | tuple) else [reward]
+    names = [_own_name(part, number) for number, part in enumerate(functions)]
     check(len(set(names)) == len(names) > 0, f"reward: the functions' names must differ, and these are {names}.")
     each = [1.0] * len(names) if weights is None else list(weights)
     check(len(each) == len(names), f"reward_weights has {len(each)} weights for the {len(names)} functions of reward.")
-    parts = {
-        name: {"kind": "python", "weight": weight, "target": _target(part, folder, name)}
-        for name, part, weight in zip(names, reward, each, strict=True)
+    parts: dict[str, Any] = {
+        name: {"kind": "python", "weight": weight, "target": _target(part, folder, "reward", name)}
+        for name, part, weight in zip(names, functions, each, strict=True)
     }
+    if given:
+        own = _own_name(environment_factory, 0) if isinstance(environment_factory, type) else "environment"
+        check(own not in parts, f"reward: a function has the environment's name, {own}.")
+        parts[own] = {"kind": "environment"}
     return ["reward.kind=sum", *_overrides({"reward.parts": parts})]
 
 
-def _reward_name(part: Reward, number: int) -> str:
+def _own_name(part: Any, number: int) -> str:
     name = part.rpartition(":")[2] if isinstance(part, str) else getattr(part, "__name__", type(part).__name__)
     return name if name.isidentifier() else f"part{number}"
 
 
-def _target(part: Reward, folder: Path, name: str) -> str:
-    """The function's name for ``reward.target``; a function itself is pickled by value, so that workers and resumed
-    runs can load functions of a notebook and closures."""
+def _target(part: Any, folder: Path, key: str, name: str) -> str:
+    """The object's name for a setting; an object itself is pickled by value, so that workers and resumed runs can load
+    functions of a notebook and closures."""
     if isinstance(part, str):
         return part
     import cloudpickle
 
-    path = folder / REWARD_FOLDER / f"{name}.pkl"
+    path = folder / f"{name}.pkl"
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         path.write_bytes(cloudpickle.dumps(part))
     except (TypeError, AttributeError, ValueError, RuntimeError) as error:  # errors of pickling
-        raise ConfigError(f"reward={name} cannot be sent to the reward workers: {error}.") from error
+        said = name if key == name else f"{key}={name}"
+        raise ConfigError(f"{said} cannot be sent to the workers: {error}.") from error
     return f"pickle:{path.absolute()}"
 
 

@@ -92,9 +92,8 @@ class Rollout:
     In an episode of several turns the response has sampled and observed stretches in turn (``turns``). An observed
     token has version ``OBSERVED``, log-prob 0 and no effect on the loss.
 
-    With truncated sampling, the tokens allowed at each position are included as ragged ids: those of
-    response token t are the ``kept_counts[t]`` ids after those of the previous tokens. A count of 0 means the
-    whole vocabulary.
+    With truncated sampling, the tokens allowed at each position are ragged ids: those of response token t are the
+    ``kept_counts[t]`` ids after those of the previous tokens. A count of 0 means the whole vocabulary.
     """
 
     rollout_id: int
@@ -116,6 +115,8 @@ class Rollout:
     tag: int = 0  # of the request
     turns: tuple[Turn, ...] = ()  # of an episode
     episode_reward: float | None = None  # that its environment gave
+    messages: tuple[Mapping[str, Any], ...] = ()  # of an episode: what was sampled and observed after the prompt
+    environment: Mapping[str, Any] | None = None  # plain attributes of a user's environment at the episode's end
 
     @property
     def sampled(self) -> NDArray[np.bool_]:
@@ -280,8 +281,7 @@ class TrainSample:
 class TrainBatch:
     """Packed batch: sequence i is ``token_ids[cu_seqlens[i]:cu_seqlens[i+1]]``, prompt then response, no padding.
 
-    Every per-token array is aligned with its token: entry t belongs to the log-prob of token t given the tokens before
-    it in its sequence.
+    Per-token arrays are aligned with the tokens: entry t belongs to the log-prob of token t given its sequence before.
     """
 
     token_ids: IntArray  # [T]
@@ -301,6 +301,8 @@ class TrainBatch:
     kept_ids: IdArray | None = None  # [K] the tokens that truncated sampling allowed; None without truncation
     kept_counts: IdArray | None = None  # [T] number of them for each token; 0: the whole vocabulary, and on prompts
     routed_experts: NDArray[np.unsignedinteger] | None = None  # [T, E] of each token as input; 0 on the last ones
+    turns: IntArray | None = None  # [T] the number of each token's turn, -1 on prompts and observed tokens
+    turn_rewards: FloatArray | None = None  # [T] of each turn, on its last token; both None: credit goes to the whole
 
     @property
     def num_sequences(self) -> int:

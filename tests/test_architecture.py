@@ -48,6 +48,11 @@ NOT_IN_ALGORITHMS = ("ray", "hydra", "omegaconf", "os", "io", "pathlib", "json",
 # one that ends in a bare `raise` hides nothing and needs no entry.
 BROAD_EXCEPTS: dict[str, tuple[int, str]] = {
     "asyncrlhf/actors/generator.py": (1, "a command's error goes to its caller through the future"),
+    "asyncrlhf/episodes/agents/harness.py": (1, "a user's agent may raise anything; it fails one episode"),
+    "asyncrlhf/episodes/adapters/mcp_tools.py": (
+        1,
+        "the client of another program may raise anything; who waits gets it",
+    ),
     "asyncrlhf/cli/main.py": (1, "whatever ends a command is one sentence, and its trace is kept"),
     "asyncrlhf/cli/multirun.py": (1, "a job of a multirun ends alone, with its sentence and exit code"),
     "asyncrlhf/orchestrator/run.py": (3, "a failing close or summary keeps no other from its end, and hides no cause"),

@@ -10,15 +10,17 @@ from typing import Any, ClassVar, TypeVar
 
 from asyncrlhf.actors.messages import Address, RolloutBundle, resolved
 from asyncrlhf.actors.part import PartActor
+from asyncrlhf.actors.where import where
 from asyncrlhf.actors.worker import describe
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
+from asyncrlhf.episodes.agents.harness import AgentDriver
 from asyncrlhf.episodes.conversation import Conversation
 from asyncrlhf.episodes.driver import Driver
 from asyncrlhf.episodes.episode_config import EpisodeConfig
 from asyncrlhf.episodes.worker import EpisodeWorker
 from asyncrlhf.episodes.world import World
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.models.checkpoint_folder import context_length, load_tokenizer
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
 from asyncrlhf.records.write.spans import SpanBatch
 from asyncrlhf.tasks.task import PromptEncoder
 from asyncrlhf.types import GenerationFailure, GenerationRequest, Payload, Rollout, RolloutInfo
@@ -33,6 +35,7 @@ class EpisodeSpec:
     settings: EpisodeConfig
     task: TaskConfig
     model: ModelConfig
+    context: int  # the longest text that every replica can read, in tokens
     stall_seconds: float = 600.0  # without progress, after which the run counts as stalled
     max_restarts: int = 0
 
@@ -42,7 +45,7 @@ class EpisodeSpec:
         """``inline``: functions run in place, on a virtual clock. Raises ConfigError for settings that do not work."""
         return EpisodeWorker(name, self.driver(inline))
 
-    def driver(self, inline: bool) -> Driver:
+    def driver(self, inline: bool) -> Driver | AgentDriver:
         tokenizer = load_tokenizer(self.model)
         task = self.task
         talk = Conversation(
@@ -50,12 +53,14 @@ class EpisodeSpec:
             special_in_observed=self.settings.special_in_observed,  # type: ignore[arg-type]
             template_kwargs=task.chat_template_kwargs,
         )
+        if self.settings.agents:
+            return AgentDriver(self.settings, talk, self.context)
         return Driver(
             self.settings,
             World(self.settings, inline),
             talk,
             PromptEncoder(tokenizer, task),
-            context_length(self.model),
+            self.context,
             task.system_prompt,
             task.chat_template,
         )
@@ -109,6 +114,9 @@ class EpisodeActor(PartActor):
         self._look_seconds = min(self.COLLECT_SECONDS, spec.stall_seconds / 5)
         driver = spec.driver(inline=False)
         self._calls = driver.calls
+        self._agents = driver if isinstance(driver, AgentDriver) else None
+        if self._agents is not None:
+            self._there(self._agents.open(where().address))
         self._worker: EpisodeWorker = self._there(_async(lambda: EpisodeWorker(name, driver)))
 
     def _there(self, work: Coroutine[Any, Any, T]) -> T:
@@ -139,11 +147,14 @@ class EpisodeActor(PartActor):
         except TimeoutError:
             pass
         if self._calls.abandoned >= self.MOST_ABANDONED:
-            raise ReplicaError(f"{self._worker.name} has {self._calls.abandoned} calls of tools that do not end.")
+            what = "agents" if self._agents is not None else "tools"
+            raise ReplicaError(f"{self._worker.name} has {self._calls.abandoned} calls of {what} that do not end.")
         return news_of(self._worker)
 
     def close(self) -> list[SpanBatch]:
         self._there(_async(self._worker.close))
+        if self._agents is not None:
+            self._there(self._agents.shut())
         return []
 
 

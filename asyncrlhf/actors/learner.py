@@ -90,7 +90,8 @@ class LearnerWorker:
         self.rank = rank
         self._model = spec.model
         # Fields that an empty share would otherwise lack.
-        self._no_share = empty_batch(reference=spec.reference_served, values=spec.critic_served)
+        self._by_turn = spec.algorithm.credit == "turn"
+        self._no_share = empty_batch(reference=spec.reference_served, values=spec.critic_served, turns=self._by_turn)
         device = "cuda" if spec.learner.gpus > 0 else "cpu"
         if ranks > 1:
             init_process_group(rank, ranks, address, device=device)
@@ -135,7 +136,7 @@ class LearnerWorker:
             for rollout, (_, reward, weight, masked) in zip(rollouts, chosen, strict=True)
         ]
         self.backend.observe = partial(self._record, {i: r for r in rollouts if (i := r.rollout_id) in recorded})
-        result = self.backend.train_step(pack(samples) if samples else self._no_share)
+        result = self.backend.train_step(pack(samples, turns=self._by_turn) if samples else self._no_share)
         if self._makes_room:
             self._makes_room = False
             self.backend.make_room()

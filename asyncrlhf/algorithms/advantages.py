@@ -120,10 +120,7 @@ def score_norms(
 
 
 SEQUENCE_ADVANTAGES: dict[str, Callable[..., Tensor]] = {
-    "raw": raw,
-    "group_mean": group_mean,
-    "loo": loo,
-    "group_norm": group_norm,
+    rule.__name__: rule for rule in (raw, group_mean, loo, group_norm)
 }
 
 

@@ -33,9 +33,7 @@ Coefficient = Callable[[RatioFacts], tuple[Tensor, Tensor]]
 Bounds = ParamSpec("Bounds")
 
 
-def _of_bounds(
-    rule: Callable[Concatenate[RatioFacts, Bounds], tuple[Tensor, Tensor]],
-) -> Callable[Bounds, Coefficient]:
+def _of_bounds(rule: Callable[Concatenate[RatioFacts, Bounds], tuple[Tensor, Tensor]]) -> Callable[Bounds, Coefficient]:
     """The rule as a function of its bounds alone."""
 
     @wraps(rule)

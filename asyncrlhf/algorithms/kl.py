@@ -40,12 +40,7 @@ ESTIMATORS: dict[str, Callable[[Tensor, float], Tensor]] = {"k1": _k1, "k2": _k2
 
 
 def kl_estimate(
-    policy_logprobs: Tensor,
-    ref_logprobs: Tensor,
-    loss_mask: Tensor,
-    *,
-    estimator: str,
-    ratio_bound: float = math.inf,
+    policy_logprobs: Tensor, ref_logprobs: Tensor, loss_mask: Tensor, *, estimator: str, ratio_bound: float = math.inf
 ) -> Tensor:
     """KL(policy || ref) a token, estimated on tokens that the policy sampled: [T], zero outside the mask.
 
@@ -94,12 +89,7 @@ def kl_loss(
 
 
 def kl_token_rewards(
-    token_rewards: Tensor,
-    policy_logprobs: Tensor,
-    ref_logprobs: Tensor,
-    loss_mask: Tensor,
-    *,
-    beta: float,
+    token_rewards: Tensor, policy_logprobs: Tensor, ref_logprobs: Tensor, loss_mask: Tensor, *, beta: float
 ) -> Tensor:
     """``token_rewards [T]`` less beta k1 of each masked token: [T], detached (PPO of 1909.08593).
 

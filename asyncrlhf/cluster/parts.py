@@ -17,6 +17,7 @@ from asyncrlhf.cluster.placement import Plan, Specs, make_plan, parts_of
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.engines.generator_config import GeneratorConfig, replica_kinds
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.models.checkpoint_folder import context_length
 from asyncrlhf.records.write.rollout_tokens import TOKENS_FOLDER
 from asyncrlhf.transport.weights_config import WeightsConfig, resolve_dtype
 from asyncrlhf.types import Prompt
@@ -160,14 +161,24 @@ def episode_spec(config: RunConfig) -> EpisodeSpec | None:
     """The spec of the workers that play episodes; None if a rollout is one answer."""
     if not config.episode.used:
         return None
-    stall = config.stall_timeout_seconds
-    return EpisodeSpec(config.episode, config.task, config.model, stall, config.max_restarts)
+    own = [kind.config for kind in replica_kinds(config.generator)]
+    limits = [one.vllm.max_model_len for one in own if one.engine == "vllm" and one.vllm.max_model_len]
+    context = min([context_length(config.model), *limits])
+    return EpisodeSpec(
+        config.episode, config.task, config.model, context, config.stall_timeout_seconds, config.max_restarts
+    )
 
 
 def check_episodes(config: RunConfig, prompt: Prompt) -> list[str]:
     """Open an episode of ``prompt``; raises ConfigError if that cannot be. Returns sentences for the user."""
     spec = episode_spec(config)
-    return [] if spec is None else spec.driver(inline=True).check(prompt)
+    if spec is None:
+        return []
+    driver = spec.driver(inline=True)
+    try:
+        return driver.check(prompt)
+    finally:
+        driver.close()
 
 
 def service_notes(config: RunConfig) -> list[str]:

@@ -32,7 +32,7 @@ def named_files(config: RunConfig) -> Iterator[tuple[str, Path]]:
     """The settings that may name local files, data or code, with their paths, which may not exist. Code has a path for
     its file and one for each module beside it that it imports, directly or not."""
     yield "model.path", _model(config.model.path)
-    if config.task.kind == "prompts":
+    if config.task.kind in ("prompts", "environment"):
         yield "task.path", Path(config.task.path or NOTHING).expanduser()
         yield from _code("task.path", config.task.path)
         for name, entry in (config.task.mixture if isinstance(config.task.mixture, Mapping) else {}).items():
@@ -46,6 +46,8 @@ def named_files(config: RunConfig) -> Iterator[tuple[str, Path]]:
         yield from _code(key if config.reward.reward_funcs else f"{key}.target", part.target)
     yield from _code("algorithm.loss.target", config.algorithm.loss.target)
     yield from _code("learner.optim", config.learner.optim)
+    for key, target in config.episode.code:
+        yield from _code(key, target)
     for sink in config.logging.active_sinks:
         yield from _code("logging.sinks", sink)
 

@@ -219,6 +219,22 @@ def _check_shaped_rewards(config: RunConfig) -> None:
         "buffer.filter_zero_spread=true compares scores alone, but algorithm.kl=reward tells siblings of equal score "
         "apart; allowed: filter_zero_spread=false, or kl=loss.",
     )
+    by_turn = algorithm.credit == "turn"
+    check(
+        not by_turn or config.episode.used,
+        "algorithm.credit=turn credits the turns of episodes, and without an environment, tools or agent there are none; "
+        "allowed: with episode.environment, episode.tools or episode.agent, or credit=episode.",
+    )
+    check(
+        not (by_turn and config.buffer.filter_zero_spread),
+        "buffer.filter_zero_spread=true compares whole episodes, but algorithm.credit=turn tells siblings of equal "
+        "score apart; allowed: filter_zero_spread=false, or credit=episode.",
+    )
+    check(
+        not by_turn or config.reward.normalize == "none",
+        f"reward.normalize={config.reward.normalize} rescales the reward of an episode, and not those of its turns, "
+        "which algorithm.credit=turn subtracts from it; allowed: normalize=none, or credit=episode.",
+    )
 
 
 def _check_groups(config: RunConfig) -> None:
@@ -298,10 +314,20 @@ def _check_episodes(config: RunConfig) -> None:
     scored = any(part.kind == "environment" for part in config.reward.sources.values())
     check(
         not scored or config.episode.used,
-        "reward.kind=environment takes the reward that an environment gives; allowed: with episode.environment.",
+        "reward.kind=environment takes the reward that an environment or agent gives; allowed: with "
+        "episode.environment or episode.agent.",
+    )
+    check(
+        config.task.kind != "environment" or config.episode.used,
+        "task.kind=environment has no prompts of its own; allowed: with an episode's environment, which asks.",
     )
     if not config.episode.used:
         return
+    check(
+        not config.episode.agents or config.runtime == "ray",
+        "episode.agent and episode.agent_command call an endpoint in real time, and runtime=local has a virtual clock; "
+        "allowed: runtime=ray.",
+    )
     check(
         not config.learner.routing_replay,
         "learner.routing_replay=true follows the experts of one answer, not of an episode's turns; allowed: false.",

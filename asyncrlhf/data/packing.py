@@ -8,23 +8,26 @@ from typing import Any
 
 import numpy as np
 
-from asyncrlhf.types import OBSERVED, IdArray, IntArray, Prompt, Rollout, TrainBatch, TrainSample
+from asyncrlhf.turns import Turn
+from asyncrlhf.types import OBSERVED, FloatArray, IdArray, IntArray, Prompt, Rollout, TrainBatch, TrainSample
 
 # Arrays of a TrainBatch by the unit of their entries; the kept sets of truncated sampling have another layout.
 _TOKENS = (
     "token_ids", "loss_mask", "response_mask", "behavior_logprobs", "policy_versions", "ref_logprobs", "values",
-    "routed_experts",
+    "routed_experts", "turns", "turn_rewards",
 )  # fmt: skip
 _ROWS = ("rewards", "weights", "group_ids", "rollout_ids", "truncated", "critic_versions")
 
 
-def pack(samples: Sequence[TrainSample]) -> TrainBatch:
+def pack(samples: Sequence[TrainSample], *, turns: bool = False) -> TrainBatch:
     """Concatenate N samples, prompt then response, in the order given.
 
     Sampled tokens older than ``masked_before_version`` leave ``loss_mask`` and stay in ``response_mask``; an episode's
-    observed tokens are in neither. Raises ValueError for an empty list, for an empty prompt or response or one without
-    a sampled token, which leave no token to condition on or to train, and if only some rollouts have reference
-    log-probs, values, or experts.
+    observed tokens are in neither. ``turns``: with the turns of episodes and their rewards; the last turn's is what the
+    sample's reward exceeds those of the turns before it by, so that it is the whole where no turn has one.
+
+    Raises ValueError for an empty list, for an empty prompt or response or one without a sampled token, which leave no
+    token to condition on or to train, and if only some rollouts have reference log-probs, values, or experts.
     """
     if not samples:
         raise ValueError("cannot pack a batch of no samples")
@@ -48,6 +51,7 @@ def pack(samples: Sequence[TrainSample]) -> TrainBatch:
     kept_ids, kept_counts = _kept(rollouts, answered, response_mask)
     inputs = np.ones(len(answered), dtype=np.bool_)
     inputs[np.cumsum(spans.sum(axis=1)) - 1] = False  # the last token of a sequence is no model's input
+    numbers, turn_rewards = _turns(samples, answered) if turns else (None, None)
     oldest = np.repeat([sample.masked_before_version for sample in samples], spans.sum(axis=1))
     return TrainBatch(
         token_ids=np.concatenate([part for pair in zip(prompts, responses, strict=True) for part in pair]).astype(
@@ -69,7 +73,31 @@ def pack(samples: Sequence[TrainSample]) -> TrainBatch:
         kept_ids=kept_ids,
         kept_counts=kept_counts,
         routed_experts=_laid_out([r.routed_experts for r in rollouts], inputs, "their experts"),
+        turns=numbers,
+        turn_rewards=turn_rewards,
     )
+
+
+def _turns(samples: Sequence[TrainSample], answered: np.ndarray) -> tuple[IntArray, FloatArray]:
+    """The number of each token's turn, -1 outside, and each turn's reward on its last token: [T], [T]. A plain answer
+    is one turn."""
+    numbers, rewards = [], []
+    for sample in samples:
+        length = len(sample.rollout.response_ids)
+        number, earned = np.full(length, OBSERVED, np.int64), np.zeros(length)
+        turns = sample.rollout.turns or (Turn(0, length),)
+        for index, turn in enumerate(turns):
+            number[turn.start : turn.end] = index
+        number[~sample.rollout.sampled] = OBSERVED
+        places = np.flatnonzero(number != OBSERVED)
+        last = places[np.searchsorted(number[places], np.arange(len(turns)), side="right") - 1]
+        before = [turn.reward or 0.0 for turn in turns[:-1]]
+        earned[last] = [*before, sample.reward - sum(before)]
+        numbers.append(number)
+        rewards.append(earned)
+    laid, given = np.full(len(answered), OBSERVED, np.int64), np.zeros(len(answered), np.float32)
+    laid[answered], given[answered] = np.concatenate(numbers), np.concatenate(rewards)
+    return laid, given
 
 
 def _kept(
@@ -141,10 +169,10 @@ def microbatch_indices(lengths: IntArray, token_budget: int) -> list[IntArray]:
     return [np.array(part, dtype=np.int64) for part in parts]
 
 
-def empty_batch(*, reference: bool, values: bool) -> TrainBatch:
+def empty_batch(*, reference: bool, values: bool, turns: bool = False) -> TrainBatch:
     """The share of a rank without any group.
 
-    ``reference``, ``values``: whether the other ranks' shares have the reference's log-probs and values.
+    ``reference``, ``values``, ``turns``: whether the other ranks' shares have the reference's log-probs, values, turns.
     """
     ids, floats = np.zeros(1, np.int64), np.zeros(1, np.float32)
     rollout = Rollout(
@@ -153,7 +181,7 @@ def empty_batch(*, reference: bool, values: bool) -> TrainBatch:
         values=floats if values else None,
         critic_version=0 if values else None,
     )  # fmt: skip
-    return select(pack([TrainSample(rollout, 0.0)]), [])
+    return select(pack([TrainSample(rollout, 0.0)], turns=turns), [])
 
 
 def minibatch_indices(batch: TrainBatch, n: int) -> list[IntArray]:

@@ -119,6 +119,15 @@ class Conversation:
             raise ObservedTextError(f"The chat template refuses an observed message: {error}.") from error
         return _array(following[self._already([int(t) for t in sampled[-_LONGEST_END:]], following, frame.end) :])
 
+    def plain(self, text: str, *, begins: bool) -> IntArray:
+        """[S] the tokens of a text as it is, without a template; the control tokens that it spells out are meant.
+        ``begins``: it begins a row, and does not continue one."""
+        return _array(self._tokenizer(text).input_ids if begins else self._tokens.going_on(text))
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token."""
+        return [str(self._tokenizer.decode([token])) for token in token_ids]
+
     def parse(self, token_ids: Sequence[int] | IntArray, tools: Sequence[Message] = ()) -> ParsedReply:
         """What a sampled turn says. ``tools``, the schemas of the opening, give the arguments their types. Without a
         chat template, or without tools, a reply is only text."""

@@ -3,87 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from asyncrlhf.episodes.conversation import Conversation
 from asyncrlhf.episodes.environment import Caller, Environment, EpisodeError, Message, Step
 from asyncrlhf.episodes.episode_config import EpisodeConfig
 from asyncrlhf.episodes.observed_tokens import ObservedTextError
+from asyncrlhf.episodes.row import Row, Sample, finite, row_of
 from asyncrlhf.episodes.world import World
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.tasks.task import PromptEncoder
-from asyncrlhf.turns import Turn
-from asyncrlhf.types import OBSERVED, FinishReason, GenerationRequest, IntArray, Prompt, Rollout
+from asyncrlhf.types import FinishReason, GenerationRequest, Prompt, Rollout
 
-# Samples one turn after a context [n] of token ids: the request of the turn in, its tokens, log-probs and versions out.
-# All that an episode knows of generation.
-Sample = Callable[[GenerationRequest], Awaitable[Rollout]]
 CUT = " [cut off]"  # after an observation over episode.max_observation_length
-
-
-def turn_seed(seed: int, turn: int) -> int:
-    """The seed of one turn's random draws; that of the first is the rollout's own."""
-    if turn == 0:
-        return seed
-    digest = hashlib.blake2b(f"{seed}/turn/{turn}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
-
-
-@dataclass
-class Row:
-    """The packed row of an episode so far. Sampled tokens enter it as the engine made them, and are never decoded and
-    tokenised again."""
-
-    prompt: Prompt
-    ids: list[IntArray] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)
-    versions: list[IntArray] = field(default_factory=list)
-    kept_ids: list[Any] = field(default_factory=list)
-    kept_counts: list[Any] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
-    length: int = 0  # of the response
-
-    @property
-    def context(self) -> IntArray:
-        """[P+L] the tokens that the next turn follows."""
-        return np.concatenate([self.prompt.token_ids, *self.ids])
-
-    def sampled(self, turn: Rollout) -> None:
-        start, self.length = self.length, self.length + len(turn.response_ids)
-        self.ids.append(turn.response_ids)
-        self.logprobs.append(turn.behavior_logprobs)
-        self.versions.append(turn.policy_versions)
-        self.texts.append(turn.response_text)
-        if turn.kept_counts is not None:
-            self.kept_ids.append(turn.kept_ids)
-            self.kept_counts.append(turn.kept_counts)
-        self.turns.append(Turn(start, self.length, turn.generator_id))
-
-    def observed(self, ids: IntArray, text: str) -> None:
-        count = len(ids)
-        self.length += count
-        self.ids.append(ids)
-        self.logprobs.append(np.zeros(count, np.float32))
-        self.versions.append(np.full(count, OBSERVED, np.int64))
-        self.texts.append(text)
-        if self.kept_counts:
-            self.kept_counts.append(np.zeros(count, np.int32))
-
-    def answered(self, step: Step, seconds: float) -> None:
-        """What the environment did after the last turn."""
-        told = replace(self.turns[-1], tools=step.tools, seconds=seconds, failures=step.failures, reward=step.reward)
-        self.turns[-1] = told
-
-    @property
-    def turn_rewards(self) -> list[float]:
-        return [turn.reward for turn in self.turns if turn.reward is not None]
 
 
 class Driver:
@@ -115,15 +50,18 @@ class Driver:
     def calls(self) -> Caller:
         return self._world.call
 
+    def close(self) -> None:
+        self._world.close()
+
     async def play(self, request: GenerationRequest, sample: Sample) -> Rollout:
         """The whole episode as a rollout. Raises EpisodeError with the reason if there is none."""
         environment: Environment | None = None
         prompt = request.prompt
-        row = {**prompt.metadata, "prompt": prompt.messages or prompt.text, "answer": prompt.answer}
+        row = row_of(prompt)
         try:
             environment = self._world.environment(row)
             async with asyncio.timeout(self._config.episode_seconds) as limit:
-                begun = {**self._world.row(row), "seed": request.seed}
+                begun = {"seed": request.seed, **self._world.row(row)}
                 observation = await self._call("reset", environment.reset, begun)
                 packed = Row(self._opening(prompt, environment, observation))
                 try:
@@ -133,6 +71,7 @@ class Driver:
                         raise
                     reason = "length"
             reward = await self._reward(environment, packed)
+            told = environment.told
         except EpisodeError:
             raise
         except TimeoutError:
@@ -144,7 +83,7 @@ class Driver:
         finally:
             if environment is not None:
                 await self._close(environment)
-        return _rollout(request, packed, reason, reward)
+        return packed.rollout(request, reason, reward, told)
 
     async def _call(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
         return await self._world.call(what, function, *arguments)
@@ -157,7 +96,7 @@ class Driver:
     def check(self, prompt: Prompt) -> list[str]:
         """Open an episode of this prompt, without its reset. Raises ConfigError if that cannot be; returns sentences
         about the chat template for the user."""
-        row = {**prompt.metadata, "prompt": prompt.messages or prompt.text, "answer": prompt.answer}
+        row = row_of(prompt)
         self._opening(prompt, self._world.environment(row), None)
         return [self._talk.note] if self._talk.note else []
 
@@ -172,11 +111,14 @@ class Driver:
                 self._talk.opening(prompt.text, tools)  # refuses tools without a chat template
                 raise ConfigError("episode.tools need task.chat_template=true, or prompts that are conversations.")
             return self._encode(prompt.prompt_id, prompt.text + told, prompt.answer, prompt.metadata)
-        messages = [dict(message) for message in prompt.messages or self._as_messages(prompt.text)]
-        if self._system_prompt and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self._system_prompt})
-        messages[-1]["content"] = str(messages[-1]["content"]) + told
-        return replace(prompt, token_ids=self._talk.opening(messages, tools), text=prompt.text + told)
+        asked = [dict(message) for message in prompt.messages or self._as_messages(prompt.text)]
+        asked[-1]["content"] = str(asked[-1]["content"]) + told
+        told_first: list[Message] = []
+        if self._system_prompt and asked[0]["role"] != "system":
+            told_first = [{"role": "system", "content": self._system_prompt}]
+        ids = self._talk.opening([*told_first, *asked], tools)
+        given = None if prompt.messages is None else asked
+        return replace(prompt, token_ids=ids, text=prompt.text + told, messages=given)
 
     def _as_messages(self, text: str) -> list[Message]:
         return [{"role": "user", "content": text}]
@@ -188,18 +130,22 @@ class Driver:
         config, clock = self._config, asyncio.get_running_loop().time
         most = min(request.sampling.max_completion_length, self._context - len(row.prompt.token_ids))
         while True:
-            number, room = len(row.turns), most - row.length
+            room = most - row.length
             if room < 1:
                 if not row.turns:
                     raise EpisodeError("The prompt leaves no room for an answer in the model's context.")
                 return "length"
-            turn = await sample(self._request(request, row, number, room))
+            turn = await sample(row.request(request, min(room, config.max_turn_tokens or room)))
             row.sampled(turn)
             if turn.finish_reason == "length" and (row.length >= most or not config.max_turn_tokens):
                 return "length"
             began = clock()
             reply = self._talk.parse(turn.response_ids, environment.tools)
-            step = await self._call("step", environment.step, reply)
+            row.read(reply)
+            if environment.bounded:
+                step = await environment.step(reply)
+            else:
+                step = await self._call("step", environment.step, reply)
             row.answered(step, clock() - began)
             if step.done or (step.failures and config.on_tool_error == "end"):
                 return "stop"
@@ -219,19 +165,8 @@ class Driver:
             ids = self._talk.suffix(turn.response_ids, messages)
         if row.length + len(ids) >= most:
             return False
-        row.observed(ids, "".join(str(message["content"]) for message in messages))
+        row.observed(ids, messages)
         return True
-
-    def _request(self, request: GenerationRequest, row: Row, number: int, room: int) -> GenerationRequest:
-        """The request of a turn. Its prompt is only token ids: no engine reads more of it."""
-        length = min(room, self._config.max_turn_tokens or room)
-        return replace(
-            request,
-            prompt=Prompt(request.prompt.prompt_id, "", row.context),
-            seed=turn_seed(request.seed, number),
-            sampling=replace(request.sampling, max_completion_length=length),
-            tag=request.tag + number,
-        )
 
     def _cut(self, text: str) -> str:
         most = self._config.max_observation_length
@@ -241,32 +176,4 @@ class Driver:
         given = await self._call("reward", environment.reward)
         if given is None:
             return float(sum(row.turn_rewards)) if row.turn_rewards else None
-        value = float(given)
-        if not np.isfinite(value):
-            raise EpisodeError(f"The environment's reward is {value}; allowed: a finite number, or None.")
-        return value
-
-
-def _rollout(request: GenerationRequest, row: Row, reason: FinishReason, reward: float | None) -> Rollout:
-    told: Mapping[str, Any] = {}
-    if row.kept_counts:
-        told = {"kept_ids": np.concatenate(row.kept_ids), "kept_counts": np.concatenate(row.kept_counts)}
-    return Rollout(
-        rollout_id=request.rollout_id,
-        group_id=request.group_id,
-        prompt=row.prompt,
-        response_ids=_joined(row.ids),
-        behavior_logprobs=_joined(row.logprobs),
-        policy_versions=_joined(row.versions),
-        finish_reason=reason,
-        response_text="".join(row.texts),
-        generator_id=row.turns[-1].generator_id,
-        epoch=request.epoch,
-        turns=tuple(row.turns),
-        episode_reward=reward,
-        **told,
-    )
-
-
-def _joined(arrays: Sequence[Any]) -> Any:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        return finite(given, "environment")

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from asyncrlhf.errors import AsyncRLHFError
 
@@ -45,14 +45,22 @@ class Environment:
     """The world of one episode; a subclass is created without arguments for each, and lives on one asyncio loop with
     others. Calls that wait must be awaited: a blocking one belongs into ``asyncio.to_thread``."""
 
+    bounded: ClassVar[bool] = False  # whether each call within a step has a time limit of its own
+
     @property
     def tools(self) -> Sequence[Message]:
         """JSON schemas of functions, ``{"type": "function", "function": ...}``, that the chat template shows to the
         model; its calls of them arrive as ``reply.tool_calls``."""
         return ()
 
+    @property
+    def told(self) -> Mapping[str, Any] | None:
+        """Plain data that reward functions get of the environment at the episode's end, as ``environments``."""
+        return None
+
     async def reset(self, row: Mapping[str, Any]) -> str | None:
-        """Begin. ``row``: the prompt's columns, with ``prompt``, ``answer`` and ``seed``. A text that is returned is
+        """Begin. ``row``: the prompt's columns, with ``prompt``, ``answer`` and ``seed``, which is the rollout's own
+        unless the row has such a column. A text that is returned is
         added to the prompt, to its last user message if it is a conversation."""
         return None
 

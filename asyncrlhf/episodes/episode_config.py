@@ -2,23 +2,47 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 
+from asyncrlhf.errors import ConfigError
 from asyncrlhf.validation import MONTH, check, check_settings, setting
 
 
 @dataclass(frozen=True)
 class EpisodeConfig:
-    """With an environment or tools a rollout is an episode of several turns; without them it is one answer."""
+    """With an environment, tools or an agent a rollout is an episode of several turns; without, it is one answer."""
 
     environment: str = setting(
         "",
         "The environment of each rollout: package.module:name of a class, ours or one for TRL's "
-        "environment_factory, or of a dictionary of them, from which the row's column environment chooses.",
+        "environment_factory, or of a dictionary of them, from which the row's column environment chooses; or "
+        "textarena:GAME, or openenv:URL of a server.",
         common=True,
     )
     tools: list[str] = setting(
-        [], "Functions that the model may call: calculator, or package.module:function, with type hints and docstring."
+        [],
+        "Functions that the model may call: calculator, or package.module:function, with type hints and docstring; or "
+        "mcp:COMMAND or mcp:URL, for all tools of an MCP server.",
+    )
+    agent: str = setting(
+        "",
+        "An agent that plays each episode by calls of an OpenAI-compatible endpoint: package.module:function of "
+        "base_url, api_key and row, which may return the reward.",
+    )
+    agent_command: str = setting(
+        "",
+        "The same as a process for each episode, by OPENAI_BASE_URL, OPENAI_API_KEY and ASYNCRLHF_ROW in its "
+        'environment; the last line of its output may be the reward, a number or {"reward": number}.',
+    )
+    agent_sampling: str = setting(
+        "ignore",
+        "Temperature and other sampling settings of an agent's call that are not the run's own: without effect "
+        "(ignore), or an error for the agent (refuse).",
+        choices=("ignore", "refuse"),
+    )
+    endpoint_host: str = setting(
+        "127.0.0.1", "Address at which a worker's endpoint listens; 0.0.0.0: all, for agents on other machines."
     )
     workers: int = setting(1, "Processes that run environments and tools; each runs many episodes.", low=1, high=10**4)
     concurrency: int = setting(
@@ -55,11 +79,43 @@ class EpisodeConfig:
                 target in BUILT_IN or ":" in target,
                 f"episode: {target} is not known; allowed: {', '.join(BUILT_IN)} and package.module:name.",
             )
+        self._check_agent()
+
+    def _check_agent(self) -> None:
+        check(
+            not (self.agent and self.agent_command),
+            "episode.agent and episode.agent_command both play the episode; keep one.",
+        )
+        check(
+            not self.agents or not (self.environment or self.tools),
+            "episode.agent plays the episode itself, so that episode.environment and episode.tools have no effect; "
+            "keep one.",
+        )
+        try:
+            words = shlex.split(self.agent_command)
+        except ValueError as error:
+            raise ConfigError(f"episode.agent_command={self.agent_command} is no command line: {error}.") from error
+        check(
+            not self.agent_command or words,
+            "episode.agent_command is blank; allowed: a command line such as python my_agent.py.",
+        )
+
+    @property
+    def code(self) -> list[tuple[str, str]]:
+        """The settings that name code of the user, with what they name."""
+        given = [("episode.environment", self.environment), *(("episode.tools", tool) for tool in self.tools)]
+        return [(key, target) for key, target in given if target.partition(":")[0] not in OF_OTHERS]
 
     @property
     def used(self) -> bool:
         """Whether rollouts are episodes."""
-        return bool(self.environment or self.tools)
+        return bool(self.environment or self.tools or self.agents)
+
+    @property
+    def agents(self) -> bool:
+        """Whether episodes are played by agents that call an endpoint."""
+        return bool(self.agent or self.agent_command)
 
 
 BUILT_IN = ("calculator",)
+OF_OTHERS = ("textarena", "openenv", "mcp")  # prefixes of other packages' environments and tools

@@ -92,6 +92,10 @@ class ObservedTokens:
             raise ObservedTextError(f"An observed text spells out control tokens in disguise ({', '.join(spelled)}).")
         return found
 
+    def going_on(self, text: str) -> list[int]:
+        """The tokens of a text that continues a row and whose control tokens are meant."""
+        return self._continued(text, self.tokens)
+
     def _continued(self, text: str, tokens: Callable[[str], list[int]]) -> list[int]:
         found = tokens(text)
         if not self._anchor or not found or found[0] in self._numbers:

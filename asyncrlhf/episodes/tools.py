@@ -6,6 +6,7 @@ import ast
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,8 @@ class ToolEnvironment(Environment):
     the prompt, and ``get_reward`` scores the episode.
     """
 
+    bounded = True
+
     def __init__(self, call: Caller, functions: Sequence[Function], instance: Any = None) -> None:
         self._call = call
         self._instance = instance
@@ -39,7 +42,7 @@ class ToolEnvironment(Environment):
     async def reset(self, row: Mapping[str, Any]) -> str | None:
         if self._instance is None:
             return None
-        observation = await self._call("reset", self._instance.reset, **row)
+        observation = await self._call("reset", self._instance.reset, **_accepted(self._instance.reset, row))
         return None if observation is None else str(observation)
 
     async def step(self, reply: ParsedReply) -> Step:
@@ -71,6 +74,10 @@ class ToolEnvironment(Environment):
         except Exception as error:
             return f"error: {type(error).__name__}: {error}", True
 
+    @property
+    def told(self) -> Mapping[str, Any] | None:
+        return None if self._instance is None else plain_attributes(self._instance)
+
     async def reward(self) -> float | None:
         scored = getattr(self._instance, "get_reward", None)
         if scored is None:
@@ -84,6 +91,46 @@ class ToolEnvironment(Environment):
             await self._call("close", close)
 
 
+# What a row may have beside the columns of the dataset, which are all that TRL passes.
+OWN_COLUMNS = ("prompt", "answer", "seed")
+
+
+def _accepted(reset: Function, row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row without our own columns that ``reset`` has no argument for."""
+    try:
+        parameters = inspect.signature(reset).parameters
+    except ValueError:  # a built-in without a signature
+        return dict(row)
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in row.items() if takes_all or name in parameters or name not in OWN_COLUMNS}
+
+
+def plain_attributes(instance: Any) -> dict[str, Any]:
+    """The public attributes that are numbers, texts, None, and lists, tuples and dictionaries of them, as copies: what
+    may travel to another process."""
+    found = {}
+    for name, value in getattr(instance, "__dict__", {}).items():
+        with suppress(TypeError, RecursionError):
+            if not name.startswith("_"):
+                found[name] = _plain(value)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [*map(_plain, value)] if isinstance(value, list) else tuple(map(_plain, value))
+    if getattr(value, "shape", None) == ():  # a number of NumPy or torch
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is not plain")
+
+
 # Methods of an environment for TRL that are no tools.
 NO_TOOLS = ("reset", "get_reward", "close")
 
@@ -95,7 +142,10 @@ def methods_of(instance: Any) -> list[Function]:
 
 
 def schema_of(function: Function) -> Message:
-    """The function's JSON schema, from its type hints and docstring, which methods of all instances share."""
+    """The function's JSON schema, from its type hints and docstring, which methods of all instances share; or its own,
+    ``tool_schema``."""
+    if own := getattr(function, "tool_schema", None):
+        return own  # type: ignore[no-any-return]
     return _schema(getattr(function, "__func__", function))
 
 

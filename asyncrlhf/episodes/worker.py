@@ -5,10 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
-from asyncrlhf.episodes.driver import Driver
 from asyncrlhf.episodes.environment import EpisodeError
+from asyncrlhf.episodes.row import Sample
 from asyncrlhf.types import GenerationFailure, GenerationRequest, Rollout
+
+
+class Player(Protocol):
+    """Plays one episode."""
+
+    async def play(self, request: GenerationRequest, sample: Sample) -> Rollout:
+        """The whole episode as a rollout. Raises EpisodeError with the reason if there is none."""
+        ...
+
+    def close(self) -> None:
+        """Free what episodes share."""
 
 
 class EpisodeWorker:
@@ -16,7 +28,7 @@ class EpisodeWorker:
     something. An episode is known by its rollout id, a turn also by its tag: an answer for which no episode waits any
     more has no effect."""
 
-    def __init__(self, name: str, driver: Driver) -> None:
+    def __init__(self, name: str, driver: Player) -> None:
         self.name = name
         self.changed = asyncio.Event()
         self._driver = driver
@@ -67,6 +79,7 @@ class EpisodeWorker:
 
     def close(self) -> None:
         self.cancel(list(self._tasks))
+        self._driver.close()
 
     async def _play(self, request: GenerationRequest) -> None:
         rollout_id, task = request.rollout_id, asyncio.current_task()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from asyncrlhf.episodes.adapters.mcp_tools import PREFIX, McpServer
+from asyncrlhf.episodes.adapters.named import adapted, is_adapted
 from asyncrlhf.episodes.environment import Caller, Environment, EpisodeError
 from asyncrlhf.episodes.episode_config import EpisodeConfig
 from asyncrlhf.episodes.tools import TOOLS, ToolEnvironment, check_tool, methods_of
@@ -12,6 +14,26 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.plugins import guarded, load_function, load_object
 
 COLUMN = "environment"  # of the row, which chooses one of several
+
+
+def gives_reward(found: Any) -> bool:
+    """Whether an environment of ``found``, a class, function or dictionary of them, or its name, scores its episodes.
+    Raises ConfigError for a name that cannot be loaded."""
+    if isinstance(found, str):
+        if is_adapted(found):
+            return True
+        found = load_object("episode.environment", found)
+    for factory in found.values() if isinstance(found, Mapping) else [found]:
+        kind = factory
+        if not isinstance(factory, type):
+            kind = type(guarded("episode.environment cannot be created without arguments", factory))
+        if issubclass(kind, Environment) or callable(getattr(kind, "get_reward", None)):
+            return True
+    return False
+
+
+def _found(target: str, seconds: float) -> Any:
+    return adapted(target, seconds) if is_adapted(target) else load_object("episode.environment", target)
 
 
 class World:
@@ -22,16 +44,21 @@ class World:
 
     def __init__(self, config: EpisodeConfig, inline: bool = False) -> None:
         self.call = Caller(config.timeout_seconds, inline)
-        self._functions = [
-            TOOLS[name] if name in TOOLS else load_function("episode.tools", name) for name in config.tools
-        ]
+        self._servers: list[McpServer] = []
+        self._functions: list[Callable[..., Any]] = []
+        for name in config.tools:
+            if name.startswith(PREFIX):
+                self._servers.append(McpServer(name, config.timeout_seconds))
+                self._functions += self._servers[-1].tools
+            else:
+                self._functions.append(TOOLS[name] if name in TOOLS else load_function("episode.tools", name))
         for function in self._functions:
             check_tool("episode.tools", function)
         self._key = f"episode.environment={config.environment}"
         self._factories: dict[str | None, Any] = {}
         self._named = False
         if config.environment:
-            found = load_object("episode.environment", config.environment)
+            found = _found(config.environment, config.timeout_seconds)
             self._named = isinstance(found, Mapping)
             self._factories = dict(found) if self._named else {None: found}
             for factory in self._factories.values():
@@ -70,3 +97,8 @@ class World:
     def row(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """The columns that ``reset`` gets: without the one that chose the environment."""
         return {key: value for key, value in columns.items() if not (self._named and key == COLUMN)}
+
+    def close(self) -> None:
+        """End the servers that were started."""
+        for server in self._servers:
+            server.close()

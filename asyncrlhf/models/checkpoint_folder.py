@@ -39,20 +39,23 @@ def resolve(path: str, trust_remote_code: bool = False) -> str:
     return str(text_folder(local, cache_folder())) if local.is_dir() else given
 
 
+PACKAGED = {"tiny": "tiny-arithmetic", "tiny_tools": "tiny-tools"}  # the folders of packaged checkpoints by name
+
+
 def _whole(path: str, trust_remote_code: bool) -> str:
     given = named(path)
-    return given if path in ("tiny", "smollm2") else converted(given, trust_remote_code)
+    return given if path in (*PACKAGED, "smollm2") else converted(given, trust_remote_code)
 
 
 def named(path: str) -> str:
     """The checkpoint of this name as it is: a folder or hub name.
 
 
-    ``tiny`` is the packaged checkpoint. A path that looks local and does not exist is refused here, before any network
+    ``tiny`` and ``tiny_tools`` are packaged. A path that looks local and does not exist is refused here, before any network
     is asked.
     """
-    if path == "tiny":
-        return str(resources.files("asyncrlhf") / "assets" / "tiny-arithmetic")
+    if path in PACKAGED:
+        return str(resources.files("asyncrlhf") / "assets" / PACKAGED[path])
     if path == "smollm2":
         return str(smollm2())
     refuse_missing_model(path)
@@ -87,7 +90,7 @@ def load_tokenizer(config: ModelConfig) -> transformers.PreTrainedTokenizerBase:
     """The checkpoint's tokenizer, with an eos token (if it has none, one with which the checkpoint says that texts end)
     and a pad token (its eos token if it has none)."""
     # AutoTokenizer imports the model classes, which costs each process three seconds; this class does not need them.
-    kind = transformers.PreTrainedTokenizerFast if config.path == "tiny" else transformers.AutoTokenizer
+    kind = transformers.PreTrainedTokenizerFast if config.path in PACKAGED else transformers.AutoTokenizer
     tokenizer = from_pretrained(kind, config)
     if tokenizer.eos_token_id is None:
         known = set(tokenizer.get_vocab().values())

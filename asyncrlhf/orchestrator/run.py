@@ -93,7 +93,7 @@ def prepare(config: RunConfig) -> Prepared:
     prompts = task.heldout() or [task.train_source(config.seed).next()]
     check_prompts(config.model, tokenizer, prompts)
     told = check_episodes(config, prompts[0])
-    check_rewards(config.reward, tokenizer, lambda: task, completion, prompts[0])
+    check_rewards(config.reward, tokenizer, lambda: task, completion, prompts[0], episodes=config.episode.used)
     check_optimizer(config.learner)
     if config.algorithm.loss.target:
         check_loss(config.algorithm.loss.target, config.algorithm.needs_reference)

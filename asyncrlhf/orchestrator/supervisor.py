@@ -243,6 +243,8 @@ class Supervisor:
     @property
     def _environment(self) -> str:
         settings = self.state.config.episode
+        if settings.agent:
+            return f"episode.agent={settings.agent}"
         return f"episode.environment={settings.environment}" if settings.environment else "a tool of episode.tools"
 
     def _of_blocked(self, name: str) -> str:

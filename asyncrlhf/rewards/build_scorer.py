@@ -53,16 +53,21 @@ def check_rewards(
     task: Callable[[], Task],
     max_completion_length: int,
     prompt: Prompt,
+    *,
+    episodes: bool = False,
 ) -> None:
     """Raise ConfigError for rewards that cannot be computed. Parts that start cheaply score a first probe; for
-    models and judges that a worker will load, only the config and the tokenizer are checked."""
+    models and judges that a worker will load, only the config and the tokenizer are checked. With ``episodes`` a user's
+    function is only loaded: it may ask for the messages of tools, or for environments, which no probe has."""
     light = [name for name, part in config.sources.items() if not _is_heavy(part)]
     for name, part in config.sources.items():
         if name not in light:
             _check_heavy(part, config.key(name), tokenizer)
     scorer = build_scorer(config, tokenizer, task, max_completion_length, light)
     try:
-        if light:
+        for name in [name for name in light if episodes and config.sources[name].kind == "python"]:
+            scorer.sources.pop(name).source.close()
+        if scorer.sources:
             preflight(scorer, prompt)
     finally:
         scorer.close()

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -31,11 +32,13 @@ class RewardFunction(Protocol):
     """Scores completions. A reward function written for TRL's trainers works here unchanged.
 
     ``prompts`` are the task's texts (without chat template), ``completions`` the responses without special tokens;
-    if the dataset has conversations, both are lists of messages. The columns, each a list as long as ``prompts``:
-    ``completion_ids`` (list of int; as in TRL, an episode's observed tokens are among them), those of the dataset's
-    rows by name, and ``answer`` (str or None) and ``metadata`` (dict) unless the dataset has columns of these names.
-    ``trainer_state``, ``log_extra`` and ``log_metric`` are also passed; ``**columns`` takes the rest. Returns one
-    finite number, or None for no score, per completion, in order. It may be ``async``.
+    if the dataset has conversations, both are lists of messages, in an episode those of all its turns, with
+    ``tool_calls``, and of the tools. The columns, each a list as long as ``prompts``: ``completion_ids`` (list of int;
+    as in TRL, an episode's observed tokens are among them), those of the dataset's rows by name, and ``answer`` (str or
+    None) and ``metadata`` (dict) unless the dataset has columns of these names; ``environments``, if there are any,
+    with the plain attributes of each. ``trainer_state``, ``log_extra`` and ``log_metric`` are also passed;
+    ``**columns`` takes the rest. Returns one finite number, or None for no score, per completion, in order. It may be
+    ``async``.
     """
 
     def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> Sequence[float | None]: ...
@@ -89,12 +92,14 @@ def columns_of(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     given = {
         "prompts": [text if talk is None else [*talk] for talk, text in zip(talks, plain["prompts"], strict=True)],
         "completions": [
-            text if talk is None else [{"role": "assistant", "content": text}]
-            for talk, text in zip(talks, plain["completions"], strict=True)
+            text if talk is None else [*rollout.messages] or [{"role": "assistant", "content": text}]
+            for talk, text, rollout in zip(talks, plain["completions"], rollouts, strict=True)
         ],
         "completion_ids": plain["completion_ids"],
         "trainer_state": TrainerState(max((int(r.policy_versions.max(initial=0)) for r in rollouts), default=0)),
     }
+    if any(r.environment is not None for r in rollouts):
+        given["environments"] = [SimpleNamespace(**(r.environment or {})) for r in rollouts]
     # As in TRL, a column cannot replace the trainer's arguments, and the dataset's own completions are not passed.
     return {k: v for k, v in {**plain, **columns, **given}.items() if k not in ("prompt", "completion")}
 
@@ -273,9 +278,16 @@ def task_reward(task: Task) -> RewardFunction:
     return reward
 
 
+def said_last(rollout: Rollout) -> str:
+    """What the model said last: an answer, or the text of an episode's last turn."""
+    spoken = [message for message in rollout.messages if message["role"] == "assistant"]
+    return str(spoken[-1]["content"]) if len(rollout.turns) > 1 and spoken else rollout.response_text
+
+
 class FunctionSource(RewardSource):
     """A function with a time limit, in a thread: it cannot use ``signal``, and one that overruns is abandoned, because
-    Python cannot stop it. A user's own function runs in a process instead (:mod:`~asyncrlhf.rewards.sandbox`)."""
+    Python cannot stop it. A user's own function runs in a process instead (:mod:`~asyncrlhf.rewards.sandbox`). Of an
+    episode it scores what the model said last."""
 
     in_process = True
 
@@ -284,7 +296,7 @@ class FunctionSource(RewardSource):
         self._timeout = timeout_seconds
 
     def scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        columns = texts_of(rollouts)
+        columns = {**texts_of(rollouts), "completions": [said_last(rollout) for rollout in rollouts]}
         scores: list[Score] = call_with_timeout(lambda: call_function(self._function, columns), self._timeout)
         return scores
 

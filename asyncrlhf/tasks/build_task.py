@@ -10,6 +10,7 @@ import transformers
 
 from asyncrlhf.data.data_config import TaskConfig
 from asyncrlhf.tasks.arithmetic import ArithmeticTask
+from asyncrlhf.tasks.environment_rows import EnvironmentRows
 from asyncrlhf.tasks.prompts import PromptsTask, build_prompts
 from asyncrlhf.tasks.task import Task
 from asyncrlhf.types import Prompt
@@ -47,4 +48,5 @@ BUILDERS: dict[str, Callable[[TaskConfig, transformers.PreTrainedTokenizerBase],
     "arithmetic": ArithmeticTask,
     "prompts": build_prompts,
     "reasoning_gym": _reasoning,
+    "environment": EnvironmentRows,
 }

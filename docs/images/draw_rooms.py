@@ -17,7 +17,7 @@ FLOORS: tuple[tuple[int, tuple[tuple[str, str, str], ...]], ...] = (
     (6, (("config", "the root of the settings", ""), ("readahead", "reading before the end", ""))),
     (5, (("buffer", "admission, replay buffer, ledger", ""),)),
     (4, (("transport", "weights to the generators", "collective"),)),
-    (3, (("engines", "sampling", "hf vllm"), ("episodes", "many turns", ""),
+    (3, (("engines", "sampling", "hf vllm"), ("episodes", "many turns", "adapters agents"),
          ("learner", "training", "settings step model attention updates state"))),
     (2, (("data", "prompts, packing", ""), ("models", "checkpoints", ""), ("rewards", "scores", ""),
          ("tasks", "built-in tasks", ""))),

@@ -47,6 +47,9 @@ class Scene:
     def row(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         return dict(columns)
 
+    def close(self) -> None:
+        """Holds nothing."""
+
 
 class Play(Environment):
     """An episode's own seed decides how long it takes, how many turns it has, and what goes wrong at which."""

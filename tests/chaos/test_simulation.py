@@ -179,7 +179,12 @@ def undone_trained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def turn_of_an_episode_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit of its seconds ends an episode, and the turn that it waited for is sampled all the same."""
-    monkeypatch.setattr(Episodes, "_call_turn_off", lambda self, rollout_id: None)
+
+    def end(self: Episodes, rollout_id: int) -> None:
+        self._forget(rollout_id)
+        self._clear(rollout_id)
+
+    monkeypatch.setattr(Episodes, "_end", end)
 
 
 def turn_that_waits_for_a_lost_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +193,29 @@ def test_the_environment_that_is_waited_for_is_named(tmp_path: Path, monkeypatch
         r"episode-0 for [78] s\.",
         sentence,
     ), sentence
+
+
+def test_late_episodes_end_while_a_turn_of_theirs_waits_or_is_sampled(tmp_path: Path) -> None:
+    """There is one slot for each two episodes, and so some are late."""
+    done = run(
+        tmp_path, *FAKE, *THREE, "generator.slots=8", "steps=20", "episode.concurrency=16",
+        "generator.fake.latency_median=0.2", "episode.episode_seconds=3", "max_failure_fraction=1",
+    )  # fmt: skip
+    assert_whole(done)
+    ends = Counter(int(np.count_nonzero(np.diff(np.asarray(v) >= 0))) for v in done.trained.policy_versions)
+    assert set(ends) <= {0, 2, 4} and ends[4] > 20 and len(done.trained) - ends[4] > 5
+    assert len(done.metrics) == 20
+
+
+def test_the_learner_is_busy_while_tools_take_ten_times_the_sampling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_nothing(monkeypatch)
+    done = run(
+        tmp_path, *FAKE, *SLOW, "steps=120", "generator.slots=256", "episode.concurrency=256",
+        "generator.fake.latency_median=0.1", "async.max_staleness=24", "buffer.capacity=512",
+        "learner.virtual_step_seconds=0.3", "fusion.max_wait_ms=0",
+    )  # fmt: skip
+    assert_whole(done)
+    begun, ended = done.metrics[19]["wall_time"], done.metrics[-1]["wall_time"]
+    assert 100 * 0.3 / (ended - begun) >= 0.9

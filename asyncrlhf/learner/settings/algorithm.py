@@ -48,6 +48,12 @@ class AlgorithmConfig:
         "and deviation, the batch, a critic, the least-variance baseline, or V*.",
         choices=("raw", "group_mean", "loo", "group_norm", "whiten", "gae", "vtrace", "opob", "vstar"),
     )
+    credit: str = setting(
+        "episode",
+        "What a reward is credited to: the whole episode, or, where turns earn rewards, each to the tokens of its turn "
+        "and of the turns before it.",
+        choices=("episode", "turn"),
+    )
     advantage_shift: float = setting(0.0, "advantage=group_mean: R - (mean + shift).")
     vstar_beta: float = setting(
         1.0, "V* = vstar_beta log mean exp(R / vstar_beta), of advantage and regress_target.", low=0, exclusive_low=True
@@ -148,7 +154,9 @@ class AlgorithmConfig:
         "group", "head=regress: what a rollout is regressed on.", choices=("group", "mean", "vstar")
     )
     pair_loss: str = setting("dpo", "head=pair: loss of a group's best and worst.", choices=("dpo", "ipo", "best"))
-    gamma: float = setting(1.0, "Critic: discount of a token further on.", low=0, high=1)
+    gamma: float = setting(
+        1.0, "Critic: discount of a token further on; credit=turn: of a turn further on.", low=0, high=1
+    )
     lam: float = setting(1.0, "Critic: GAE's and V-trace's lambda.", low=0, high=1)
     value_clip: float = setting(0.5, "Critic: largest change of a value in a step.", low=0, exclusive_low=True)
     rho_bar: float = setting(1.0, "advantage=vtrace: bound of the weight rho.", low=0, exclusive_low=True)
@@ -268,6 +276,7 @@ def _check_effects(config: AlgorithmConfig) -> None:
     clips = own or coef in ("clip", "geoclip", "dprob") or config.gate == "sat"
     caps, corrects = ("cap", "band", "signed"), own or config.correction != "none"
     traces = config.advantage == "vtrace" or config.corrects_values
+    discounts = config.needs_critic or config.advantage == "whiten" or config.credit == "turn"
     for names, read, allowed in (
         (("beta",), config.kl != "none" or not policy, "kl=loss or kl=reward"),
         (("kl_estimator", "kl_target"), config.kl != "none", "kl=loss or kl=reward"),
@@ -286,7 +295,7 @@ def _check_effects(config: AlgorithmConfig) -> None:
         (("lr_ess_base",), config.lr == "sqrt_ess", "lr=sqrt_ess"),
         (("regress_target",), config.head == "regress", "head=regress"),
         (("pair_loss",), config.head == "pair", "head=pair"),
-        (("gamma",), config.needs_critic or config.advantage == "whiten", "advantage=gae, vtrace or whiten"),
+        (("gamma",), discounts, "advantage=gae, vtrace or whiten, or credit=turn"),
         (("lam", "value_clip"), config.needs_critic, "advantage=gae or vtrace"),
         (("rho_bar",), config.advantage == "vtrace", "advantage=vtrace"),
         (("c_bar",), traces, "advantage=vtrace, or gae with a correction"),
@@ -321,7 +330,14 @@ def _check_bounds(config: AlgorithmConfig) -> None:
 def _check_head(config: AlgorithmConfig) -> None:
     """The heads compute their own coefficients, so a switch of the policy loss would be ignored."""
     own: dict[str, object] = {"advantage": "raw", "level": "token", "coef": "one", "gate": "none", "correction": "none"}
-    own |= {"kl": "none", "aggregate": "seq_sum", "lr": "none", "whiten": False, "truncated": "keep"}
+    own |= {
+        "kl": "none",
+        "aggregate": "seq_sum",
+        "lr": "none",
+        "whiten": False,
+        "truncated": "keep",
+        "credit": "episode",
+    }
     for key, value in own.items():
         given = getattr(config, key)
         check(
@@ -355,6 +371,12 @@ def _check_advantage(config: AlgorithmConfig) -> None:
         "algorithm.whiten moves the baseline away from the one of least variance that algorithm.advantage=opob "
         "finds; allowed: whiten=false with opob.",
     )
+    for key, value in (("advantage", "opob"), ("coef", "geoclip")):
+        check(
+            config.credit == "episode" or getattr(config, key) != value,
+            f"algorithm.{key}={value} has one advantage for a whole sequence, and algorithm.credit=turn one for each "
+            f"turn; allowed: credit=episode, or another {key}.",
+        )
     check(
         config.advantage != "vtrace" or config.anchor != "mu",
         "algorithm.advantage=vtrace holds the ratio to the behavior policy already, and algorithm.anchor=mu counts "

@@ -15,6 +15,7 @@ from asyncrlhf.data.packing import microbatch_indices, minibatch_indices, select
 from asyncrlhf.learner.model.forward import TokenFacts
 from asyncrlhf.learner.model.inputs import PackedInputs
 from asyncrlhf.learner.settings.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
+from asyncrlhf.learner.step.segments import flat_turns
 from asyncrlhf.types import IntArray, TrainBatch
 
 
@@ -66,6 +67,8 @@ class ResponseTokens:
     returns: torch.Tensor | None = None  # [M] the critic's targets
     gate: torch.Tensor | None = None  # [M] bool: the tokens that are kept
     head_losses: torch.Tensor | None = None  # [N]
+    turns: torch.Tensor | None = None  # [M] number of the turn within its episode, under credit=turn
+    turn_rewards: torch.Tensor | None = None  # [M] of each turn, on its last token
 
     def part(self, microbatches: Sequence[Microbatch]) -> ResponseTokens:
         """The tokens of neighbouring microbatches, or of none: views, whose sequences are counted from 0."""
@@ -147,10 +150,11 @@ def zero_gradient_sequences(batch: TrainBatch, config: AlgorithmConfig) -> np.nd
         rewards, group_ids = torch.from_numpy(batch.rewards), torch.from_numpy(batch.group_ids)
         chosen, _ = pair(torch.zeros_like(rewards), rewards, group_ids, beta=config.beta, kind=config.pair_loss)
         return (chosen == 0).numpy()
-    if config.head == "policy" and config.advantage == "raw":
-        return batch.rewards == 0
-    if config.head == "policy" and config.advantage in GROUP_ADVANTAGES and config.advantage_shift == 0:
-        return flat_groups(batch)
+    relative = config.advantage in GROUP_ADVANTAGES and config.advantage_shift == 0
+    if config.head == "policy" and (relative or config.advantage == "raw"):
+        if config.credit == "turn":
+            return flat_turns(batch, gamma=config.gamma, relative=relative)
+        return flat_groups(batch) if relative else batch.rewards == 0
     return none
 
 
@@ -215,4 +219,6 @@ def _response_tokens(batch: TrainBatch, ends: IntArray, device: torch.device, ve
         ref_logprobs=None if batch.ref_logprobs is None else tensor(batch.ref_logprobs[where]),
         values=None if batch.values is None else tensor(batch.values[where]),
         critic_lag=None if batch.critic_versions is None else tensor(version - batch.critic_versions),
+        turns=None if batch.turns is None else tensor(batch.turns[where]),
+        turn_rewards=None if batch.turn_rewards is None else tensor(batch.turn_rewards[where]),
     )

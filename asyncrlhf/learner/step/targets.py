@@ -9,6 +9,7 @@ head coefficients; microbatches then only read them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -31,6 +32,8 @@ from asyncrlhf.algorithms.weights import behavior_weight, interpolated_proximal,
 from asyncrlhf.learner.ranks import Peers, all_gather
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
 from asyncrlhf.learner.step.plan import Microbatch, ResponseTokens
+from asyncrlhf.learner.step.segments import segment_gae
+from asyncrlhf.learner.step.turn_credit import turn_advantages, turn_rewards
 
 # A rejected sequence has weight 0; its logarithm only has to be far below that of any other.
 LOG_OF_ZERO = -80.0
@@ -48,6 +51,9 @@ def set_targets(
     ids, mask = tokens.sequence_ids, tokens.loss_mask
     if tokens.values is not None:
         tokens.advantages, tokens.returns = _critic_advantages(tokens, config)
+    elif config.credit == "turn":
+        rule = partial(_sequence_advantages, config=config)
+        tokens.advantages = turn_advantages(_token_rewards(tokens, config), tokens, config, rule)
     elif config.advantage == "whiten":
         nothing = torch.zeros_like(tokens.behavior_logprobs)
         tokens.advantages, _ = gae(_token_rewards(tokens, config), nothing, mask, ids, gamma=config.gamma)
@@ -71,12 +77,14 @@ def _penalised(tokens: ResponseTokens) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _token_rewards(tokens: ResponseTokens, config: AlgorithmConfig) -> torch.Tensor:
-    """[M]: the score on the last token, minus the KL penalty of each. If the critic's value replaces the rest of a
-    truncated answer, it replaces its score too: both together would count the answer's worth twice."""
-    scores = tokens.rewards
-    if config.truncated == "bootstrap":
-        scores = scores.masked_fill(tokens.truncated, 0.0)
-    rewards = terminal_rewards(scores, tokens.loss_mask, tokens.sequence_ids)
+    """[M]: the score on the last token, or each turn's on its own, minus the KL penalty of each. If the critic's value
+    replaces the rest of a truncated answer, it replaces its score (of its last turn) too: both together would count the
+    answer's worth twice."""
+    if config.credit == "turn":
+        rewards = turn_rewards(tokens, config)
+    else:
+        cut = tokens.truncated & (config.truncated == "bootstrap")
+        rewards = terminal_rewards(tokens.rewards.masked_fill(cut, 0.0), tokens.loss_mask, tokens.sequence_ids)
     if config.kl != "reward":
         return rewards
     return kl_token_rewards(rewards, *_penalised(tokens), tokens.loss_mask, beta=config.beta)
@@ -91,17 +99,16 @@ def _critic_advantages(tokens: ResponseTokens, config: AlgorithmConfig) -> tuple
     exponentially with the answer's length, while V-trace's traces are cut at 1 without moving the fixed point.
     """
     assert tokens.values is not None
-    given = (_token_rewards(tokens, config), tokens.values)
-    where = (tokens.loss_mask, tokens.sequence_ids)
-    common = {"gamma": config.gamma, "lam": config.lam, "c_bar": config.c_bar, "final_values": tokens.final_values}
-    target = tokens.proximal_logprobs
-    if config.advantage == "gae":
-        ratio = target - tokens.behavior_logprobs if config.corrects_values and target is not None else None
-        return gae(*given, *where, log_ratio=ratio, rho_bar=config.correction_high, **common)  # type: ignore[arg-type]
-    target = target if tokens.ema_logprobs is None else tokens.ema_logprobs
-    assert target is not None
-    ratio = target - tokens.behavior_logprobs
-    return vtrace(*given, ratio, *where, rho_bar=config.rho_bar, **common)  # type: ignore[arg-type]
+    by_vtrace, ema = config.advantage == "vtrace", tokens.ema_logprobs
+    target = ema if by_vtrace and ema is not None else tokens.proximal_logprobs
+    ratio = target - tokens.behavior_logprobs if target is not None and (by_vtrace or config.corrects_values) else None
+    rule: Callable[..., tuple[torch.Tensor, torch.Tensor]] = vtrace if by_vtrace else gae
+    if config.credit == "turn":
+        rule = partial(segment_gae, numbers=tokens.turns, rule=rule)  # type: ignore[arg-type]
+    how = {"gamma": config.gamma, "lam": config.lam, "c_bar": config.c_bar, "final_values": tokens.final_values}
+    how |= {"rho_bar": config.rho_bar if by_vtrace else config.correction_high, "log_ratio": ratio}
+    where = {"loss_mask": tokens.loss_mask, "sequence_ids": tokens.sequence_ids}
+    return rule(_token_rewards(tokens, config), tokens.values, **where, **how)
 
 
 def _sequence_advantages(rewards: torch.Tensor, group_ids: torch.Tensor, config: AlgorithmConfig) -> torch.Tensor:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 from asyncrlhf.actors.episodes import EpisodeNews, TurnWanted
 from asyncrlhf.actors.messages import Collected
@@ -41,7 +42,7 @@ class Episodes:
         self._attempts: Counter[int] = Counter()  # restarts, by rollout id
         self._answers: dict[int, asyncio.Future[RolloutInfo | None]] = {}  # of an evaluation, by its negative id
         self._asking: dict[int, asyncio.Task[None]] = {}  # who has a turn of it sampled
-        self._telling: set[asyncio.Task[None]] = set()
+        self._telling: set[asyncio.Task[Any]] = set()
         self._requests: dict[int, GenerationRequest] = {}  # of an evaluation
         self._down: set[str] = set()  # workers that are being started again
         self._held: list[GenerationRequest] = []  # of an evaluation, that cannot begin yet
@@ -186,11 +187,30 @@ class Episodes:
             self._clear(rollout_id)
 
     def _end(self, rollout_id: int) -> None:
-        """The episode is over. A turn of it may still be under way: that is how episode.episode_seconds ends one."""
-        if rollout_id in self._table.wanted and rollout_id >= 0:
-            self._call_turn_off(rollout_id)
+        """The episode is over. A turn of it may still wait or be sampled: a late one may end before its turn does."""
+        if rollout_id in self._table.wanted:
+            if rollout_id in self._state.requeue:
+                self._state.requeue.remove(rollout_id)
+            for telling in self._withdrawn([rollout_id]):
+                task = asyncio.create_task(telling)
+                self._telling.add(task)
+                task.add_done_callback(self._telling.discard)
         self._forget(rollout_id)
         self._clear(rollout_id)
+
+    def _withdrawn(self, rollout_ids: Collection[int]) -> list[Coroutine[Any, Any, Any]]:
+        """Take turns of these episodes from the replicas that sample them; what tells the replicas."""
+        state, telling = self._state, []
+        for replica in state.replicas:
+            held = sorted(replica.in_flight.intersection(rollout_ids))
+            for rollout_id in held:
+                replica.end(rollout_id, state.now(), finished=False)
+            if held:
+                state.touch(replica, state.emptied)
+            if held and replica.alive:
+                told = replica.handle.call(LONG_SECONDS, GeneratorWorker.cancel, held)
+                telling.append(state.heard(replica, told))
+        return telling
 
     def _forget(self, rollout_id: int) -> None:
         self._state.expect_no_more(rollout_id)
@@ -201,19 +221,6 @@ class Episodes:
         if self._table.deaths.pop(rollout_id, 0) >= DEATHS_ALLOWED:
             self._state.room.notify()  # the next one may begin
             self._begin_held()
-
-    def _call_turn_off(self, rollout_id: int) -> None:
-        state = self._state
-        if rollout_id in state.requeue:
-            state.requeue.remove(rollout_id)
-        for replica in state.replicas:
-            if rollout_id in replica.in_flight:
-                replica.end(rollout_id, state.now(), finished=False)
-                told = replica.handle.call(LONG_SECONDS, GeneratorWorker.cancel, [rollout_id])
-                task = asyncio.create_task(_done(state.heard(replica, told)))
-                self._telling.add(task)
-                task.add_done_callback(self._telling.discard)
-                state.touch(replica, state.emptied)
 
     async def _replace(self, worker: EpisodesHandle, error: ReplicaError) -> bool:
         """Start the lost worker and its episodes again; False if it is not restarted and others take its work over."""
@@ -254,18 +261,12 @@ class Episodes:
     async def _take_back(self, lost: Sequence[int]) -> None:
         """Issue these episodes again. A turn of them that is being sampled is cancelled first: an engine knows one
         request of an id."""
-        state, telling, sampled = self._state, list[Awaitable[object]](), set[int]()
+        state = self._state
+        sampled = {i for replica in state.replicas for i in replica.in_flight.intersection(lost)}
         for rollout_id in lost:
             self._attempts[rollout_id] += 1
             self._forget(rollout_id)
-        for replica in state.replicas:
-            held = sorted(replica.in_flight.intersection(lost))
-            sampled.update(held)
-            for rollout_id in held:
-                replica.end(rollout_id, state.now(), finished=False)
-            if held and replica.alive:
-                told = replica.handle.call(LONG_SECONDS, GeneratorWorker.cancel, held)
-                telling.append(state.heard(replica, told))
+        telling = self._withdrawn(lost)
         for rollout_id in set(state.requeue).intersection(lost):  # for its turn, not yet to begin again
             state.requeue.remove(rollout_id)
         self._issue_again([i for i in lost if i not in sampled])
@@ -345,7 +346,3 @@ class Episodes:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _done(answer: Awaitable[object]) -> None:
-    await answer

@@ -50,7 +50,7 @@ def gapped() -> list[TrainSample]:
 
 def test_the_sampled_tokens_of_a_packed_row_are_those_of_the_row_without_gaps() -> None:
     rows = [with_gaps(sample, garbage=-7.0) for sample in plain_rows()]
-    batch, wanted = pack(rows), pack(plain_rows())
+    batch, wanted = pack(rows, turns=True), pack(plain_rows(), turns=True)
     left = np.concatenate([np.r_[np.full(len(r.prompt.token_ids), True), r.sampled] for r in (s.rollout for s in rows)])
     assert (~left).sum() > 20 and not (batch.response_mask | batch.loss_mask)[~left].any()
     assert set(batch.policy_versions[~left].tolist()) == {OBSERVED} and batch.cu_seqlens[-1] == len(left)

@@ -1,0 +1,162 @@
+"""The packed row of an episode: its prompt, then sampled turns and what was observed between them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from asyncrlhf.episodes.environment import EpisodeError, Message, Step
+from asyncrlhf.episodes.replies import ParsedReply
+from asyncrlhf.turns import Turn
+from asyncrlhf.types import OBSERVED, FinishReason, GenerationRequest, IntArray, Prompt, Rollout
+
+# Samples one turn after a context [n] of token ids: the request of the turn in, its tokens, log-probs and versions out.
+# All that an episode knows of generation.
+Sample = Callable[[GenerationRequest], Awaitable[Rollout]]
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """The seed of one turn's random draws; that of the first is the rollout's own."""
+    if turn == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/turn/{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def row_of(prompt: Prompt) -> dict[str, Any]:
+    """The prompt's columns, as they are in its dataset, for the environment."""
+    return {"answer": prompt.answer, **prompt.metadata, "prompt": prompt.messages or prompt.text}
+
+
+def as_message(reply: ParsedReply) -> Message:
+    """A turn in the form in which TRL's reward functions get it."""
+    message = {"role": "assistant", "content": reply.text}
+    calls = [
+        {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": dict(call.arguments)}}
+        for call in reply.tool_calls
+    ]
+    thought = {"reasoning_content": reply.thought} if reply.thought else {}
+    return message | thought | ({"tool_calls": calls} if calls else {})
+
+
+@dataclass
+class Row:
+    """The packed row of an episode so far. Sampled tokens enter it as the engine made them, and are never decoded and
+    tokenised again."""
+
+    prompt: Prompt
+    ids: list[IntArray] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    versions: list[IntArray] = field(default_factory=list)
+    kept_ids: list[Any] = field(default_factory=list)
+    kept_counts: list[Any] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    messages: list[Sequence[Message]] = field(default_factory=list)  # of each stretch
+    turns: list[Turn] = field(default_factory=list)
+    length: int = 0  # of the response
+
+    @property
+    def context(self) -> IntArray:
+        """[P+L] the tokens that the next turn follows."""
+        return np.concatenate([self.prompt.token_ids, *self.ids])
+
+    def sampled(self, turn: Rollout) -> None:
+        start, self.length = self.length, self.length + len(turn.response_ids)
+        self.ids.append(turn.response_ids)
+        self.logprobs.append(turn.behavior_logprobs)
+        self.versions.append(turn.policy_versions)
+        self.texts.append(turn.response_text)
+        if turn.kept_counts is not None:
+            self.kept_ids.append(turn.kept_ids)
+            self.kept_counts.append(turn.kept_counts)
+        self.turns.append(Turn(start, self.length, turn.generator_id))
+        self.messages.append([{"role": "assistant", "content": turn.response_text}])
+
+    def read(self, reply: ParsedReply) -> None:
+        """What the last turn says."""
+        self.messages[-1] = [as_message(reply)]
+
+    def observed(self, ids: IntArray, messages: Sequence[Message]) -> None:
+        count = len(ids)
+        self.length += count
+        self.ids.append(ids)
+        self.logprobs.append(np.zeros(count, np.float32))
+        self.versions.append(np.full(count, OBSERVED, np.int64))
+        self.texts.append("".join(str(message["content"]) for message in messages))
+        self.messages.append(messages)
+        if self.kept_counts:
+            self.kept_counts.append(np.zeros(count, np.int32))
+
+    def answered(self, step: Step, seconds: float) -> None:
+        """What the environment did after the last turn."""
+        told = replace(self.turns[-1], tools=step.tools, seconds=seconds, failures=step.failures, reward=step.reward)
+        self.turns[-1] = told
+
+    @property
+    def turn_rewards(self) -> list[float]:
+        return [turn.reward for turn in self.turns if turn.reward is not None]
+
+    def request(self, episode: GenerationRequest, length: int, stop: Sequence[str] = ()) -> GenerationRequest:
+        """The request of the next turn, of at most ``length`` tokens, which also ends after a text of ``stop``. Its
+        prompt is only token ids: no engine reads more of it."""
+        own, number = episode.sampling, len(self.turns)
+        return replace(
+            episode,
+            prompt=Prompt(episode.prompt.prompt_id, "", self.context),
+            seed=turn_seed(episode.seed, number),
+            sampling=replace(own, max_completion_length=length, stop=(*own.stop, *stop)),
+            tag=episode.tag + number,
+        )
+
+    def rollout(
+        self,
+        request: GenerationRequest,
+        reason: FinishReason,
+        reward: float | None,
+        environment: Mapping[str, Any] | None = None,
+    ) -> Rollout:
+        """The whole episode, of at least one turn; it ends with the last one. ``environment``: what it tells of itself
+        to reward functions."""
+        while self.length > self.turns[-1].end:  # late, it ended while the next turn was being sampled
+            self.length -= len(self.ids.pop())
+            for stretches in (self.logprobs, self.versions, self.texts, self.messages, self.kept_counts):
+                del stretches[-1:]
+        told: Mapping[str, Any] = {}
+        if self.kept_counts:
+            told = {"kept_ids": np.concatenate(self.kept_ids), "kept_counts": np.concatenate(self.kept_counts)}
+        return Rollout(
+            rollout_id=request.rollout_id,
+            group_id=request.group_id,
+            prompt=self.prompt,
+            response_ids=_joined(self.ids),
+            behavior_logprobs=_joined(self.logprobs),
+            policy_versions=_joined(self.versions),
+            finish_reason=reason,
+            response_text="".join(self.texts),
+            generator_id=self.turns[-1].generator_id,
+            epoch=request.epoch,
+            turns=tuple(self.turns),
+            episode_reward=reward,
+            messages=tuple(message for own in self.messages for message in own),
+            environment=environment,
+            **told,
+        )
+
+
+def finite(reward: Any, whose: str) -> float:
+    """A reward as a number. Raises EpisodeError unless it is finite."""
+    try:
+        value = float(reward)
+    except (TypeError, ValueError):
+        value = float("nan")
+    if not np.isfinite(value):
+        raise EpisodeError(f"The {whose}'s reward is {str(reward)[:80]}; allowed: a finite number, or None.")
+    return value
+
+
+def _joined(arrays: Sequence[Any]) -> Any:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
