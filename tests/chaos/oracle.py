@@ -17,6 +17,7 @@ from asyncrlhf.errors import AsyncRLHFError, LedgerError, StaleBatchError, Stall
 from asyncrlhf.records.write.recorder import METRICS_FILE, ROLLOUTS_FOLDER, read_metrics
 from tests.chaos.faults import ENDLESS, Fault, Faults, FaultyGenerator, FaultyRuntime, Mortal
 from tests.chaos.parts import LIFE, Trained, World
+from tests.chaos.scenes import ENDED, NO_LEVEL
 
 LONG_ENOUGH = (*ENDLESS, "late", "freeze a while")  # faults after which a run may stand still up to its stall limit
 BUGS = (LedgerError, StaleBatchError, AssertionError, LookupError, TypeError, AttributeError, ValueError)
@@ -161,7 +162,8 @@ def untrue(
     text = f"{type(error).__name__}: {error}"
     if any(f"{fault}" in text for fault in faults):
         return None
-    if isinstance(error, BUGS) or not isinstance(error, (AsyncRLHFError, OSError)):
+    own = "The environment failed" in text and not text.strip("'").endswith((ENDED, NO_LEVEL))
+    if own or isinstance(error, BUGS) or not isinstance(error, (AsyncRLHFError, OSError)):
         return f"a bug ended the run: {text}"
     struck = [f for f in faults if not isinstance(error, StallError) or f.kind in LONG_ENOUGH]
     if any(f.part in text or f.part.rpartition("-")[0] + " worker" in text for f in struck):
@@ -184,6 +186,9 @@ def end_broken(
         yield f"the run is done, but rollouts are left: {live}"
     if counts["uses"] != len(world.trained):
         yield f"the ledger counts {counts['uses']} uses, the learner made {len(world.trained)}"
+    for reason in counts["failed_by_reason"]:
+        if "The environment failed" in reason and not reason.strip("'").endswith((ENDED, NO_LEVEL)):
+            yield f"an episode failed for a cause of its own: {reason}"
     of_step = Counter(use.step for use in world.trained)
     if sorted(of_step) != list(range(config.steps)):
         yield f"the learner trained at {sorted(of_step)} and not at each of {config.steps} steps once"

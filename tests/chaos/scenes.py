@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,14 @@ import numpy as np
 from asyncrlhf.episodes.driver import Driver
 from asyncrlhf.episodes.environment import Caller, Environment, Step
 from asyncrlhf.episodes.episode_config import EpisodeConfig
+from asyncrlhf.episodes.replies import ParsedReply
 from asyncrlhf.episodes.worker import EpisodeWorker
 
 LONGEST_TURNS = 4
 CONTEXT = 10**6  # tokens that fit into the imitated model
 TOKEN_CHARACTERS = 16  # of an observation
 ODDITIES = ("raises", "raises at reset", "hangs", "floods", "no text", "nan", "close hangs")
+ENDED, NO_LEVEL = "the world has ended", "no such level"
 DEADLY = ("exits", "blocks")  # what ends the worker, or leaves it without a sign of life
 
 
@@ -66,7 +67,7 @@ class Play(Environment):
         self._odd_at %= self._left
         await self._takes_time()
         if self._odd == "raises at reset":
-            raise KeyError("no such level")
+            raise KeyError(NO_LEVEL)
 
     async def _takes_time(self) -> None:
         await asyncio.sleep(self._rng.choice((0.0, 0.01, 0.2, 0.2, 1.0)))
@@ -79,7 +80,7 @@ class Play(Environment):
         if self._odd_at < 0 and self._odd:
             odd = self._odd
             if odd == "raises":
-                raise RuntimeError("the world has ended")
+                raise RuntimeError(ENDED)
             if odd in DEADLY:
                 self._scene.strike(odd)
             if odd in ("hangs", *DEADLY):
@@ -103,7 +104,7 @@ class Talk:
     note = ""
 
     def parse(self, ids: Any, tools: Any) -> Any:
-        return SimpleNamespace(text="", tool_calls=(), malformed="")
+        return ParsedReply("")
 
     def suffix(self, ids: Any, messages: Sequence[Mapping[str, Any]]) -> Any:
         return np.zeros(1 + sum(len(message["content"]) for message in messages) // TOKEN_CHARACTERS, np.int64)

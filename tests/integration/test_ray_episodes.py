@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from asyncrlhf.cluster.ray_handles import RayLearner
 from asyncrlhf.orchestrator.controller import Controller
 from asyncrlhf.orchestrator.rollouts.dispatch import request_seed
+from asyncrlhf.orchestrator.rollouts.episodes import Episodes
 from tests.chaos.test_ray_chaos import Command
 from tests.integration.test_episodes import assert_whole
 from tests.loop import FAKE
@@ -43,13 +45,15 @@ def test_killed_parts_lose_no_episode(
     """An episode worker dies while it plays, and a replica while it samples turns."""
     controllers, held, turns = watch(monkeypatch), set[int](), set[int]()
 
+    async def note_lost(episodes: Episodes, lost: Sequence[int]) -> None:
+        held.update(lost)
+
     async def in_a_step(learner: RayLearner, *_: Any) -> None:
         controller = controllers[0]
         state, table = controller.state, controller.state.episodes
         if state.version == 2:
             worker: Any = controller._runtime.episodes[0]
             await until(lambda: worker.name in table.at.values(), "episodes at the worker")
-            held.update(i for i, name in table.at.items() if name == worker.name)
             await strike(worker.actor, signal.SIGKILL)
             await until(lambda: worker.restarts == 1 and not controller._episodes._down, "the worker's return")  # type: ignore[union-attr]
         if state.version == 4:
@@ -60,6 +64,7 @@ def test_killed_parts_lose_no_episode(
             await until(lambda: replica.restarts == 1 and replica.takes_work, "the replica's return")
 
     before(monkeypatch, RayLearner, "train", in_a_step)
+    before(monkeypatch, Episodes, "_take_back", note_lost)
     done = run(tmp_path, *SMALL, *world("Rare"), "steps=7", "generator.replicas=2")
     assert_whole(done)
     assert done.summary["ledger"]["trained"] == 7 * 16

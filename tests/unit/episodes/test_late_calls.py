@@ -40,7 +40,7 @@ def test_a_process_with_too_many_calls_that_do_not_end_asks_to_be_replaced(monke
     monkeypatch.setattr(EpisodeActor, "MOST_ABANDONED", 2)
     monkeypatch.setattr(EpisodeActor, "COLLECT_SECONDS", 0.01)
     settings = EpisodeConfig(environment="tests.worlds:Sums", timeout_seconds=0.01)
-    actor: Any = EpisodeActor(EpisodeSpec(settings, TaskConfig(), ModelConfig()), "episode-7")
+    actor: Any = EpisodeActor(EpisodeSpec(settings, TaskConfig(), ModelConfig(), context=512), "episode-7")
     RELEASED.clear()
     for _ in range(2):
         assert actor.ping() and not actor.collect()[0].failed
