@@ -296,7 +296,7 @@ class Episodes:
             ended = await asyncio.gather(*waiting.values())
             return await self._runtime.fetch([info.payload for info in ended if info is not None])
         finally:
-            self.call_off([i for i in waiting if i in self._table.at])
+            self.call_off(list(waiting))
             for rollout_id in waiting:
                 self._answers.pop(rollout_id, None)
                 self._requests.pop(rollout_id, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -113,6 +114,18 @@ async def test_without_a_worker_episodes_wait_to_be_issued_again() -> None:
     begin_again(episodes, state)
     episodes._begin_held()
     assert workers[1].begun == [1, -1] and not workers[0].begun
+
+
+async def test_an_evaluation_that_is_given_up_does_not_begin_later() -> None:
+    episodes, _, (worker,), _ = made("episode-0")
+    episodes._down = {"episode-0"}
+    asked = asyncio.create_task(episodes.answer([request(-1)]))
+    await asyncio.sleep(0)
+    asked.cancel()
+    await asyncio.wait([asked])
+    episodes._down = set()
+    episodes._begin_held()
+    assert not worker.begun and not episodes._table.at
 
 
 def info(rollout_id: int, tag: int) -> RolloutInfo:
