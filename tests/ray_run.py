@@ -21,7 +21,7 @@ from tests.loop import Finished
 
 # Four logical CPUs serve the tests' Ray: with threads=0 a generator asks for none of them.
 RAY = ("runtime=ray", "generator.threads=0", "task.heldout_size=2", "stall_timeout_seconds=60")
-PARTS = ("ray::GeneratorActor", "ray::LearnerActor", "ray::AnnotatorActor")
+PARTS = ("ray::GeneratorActor", "ray::LearnerActor", "ray::AnnotatorActor", "ray::EpisodeActor")
 
 Hook = Callable[..., Awaitable[None]]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -83,6 +85,61 @@ class Floods(Strange):
 class BadReward(Strange):
     async def reward(self) -> float | None:
         return float("nan") if self.strange else await super().reward()
+
+
+class Rare(Sums):
+    """Something is wrong with few episodes; the others take a while."""
+
+    SECONDS, ONE_IN = 0.2, 41
+
+    @classmethod
+    def is_strange(cls, seed: int) -> bool:
+        return seed % cls.ONE_IN == 0
+
+
+class Moody(Sums):
+    """Some steps take long, and in one of ten episodes something goes wrong."""
+
+    async def step(self, reply: ParsedReply) -> Step:
+        seed = self._row["seed"] >> self._asked
+        await asyncio.sleep((0.0, 0.01, 0.05, 0.3)[seed % 4])
+        step, fate = await super().step(reply), self._row["seed"] % 40
+        if fate == 0:
+            raise RuntimeError("the world has ended")
+        if fate == 1:
+            await asyncio.sleep(1e6)
+        if fate == 2 and not step.done:
+            return Step("9" * 10**6)
+        if fate == 3 and not step.done:
+            return Step([{"role": "user", "content": b"\xff\x00"}])
+        return step
+
+
+class Exits(Rare):
+    """Its worker's process ends."""
+
+    async def step(self, reply: ParsedReply) -> Step:
+        if self.is_strange(self._row["seed"]):
+            os._exit(7)
+        return await super().step(reply)
+
+
+class Blocks(Rare):
+    """Nothing else goes on in its worker's process."""
+
+    async def step(self, reply: ParsedReply) -> Step:
+        if self.is_strange(self._row["seed"]):
+            time.sleep(1e6)
+        return await super().step(reply)
+
+
+class Stuck(Strange):
+    """A function, which runs in a thread, and in some episodes never ends."""
+
+    def step(self, reply: ParsedReply) -> Any:
+        if self.strange:
+            time.sleep(1e6)
+        return super().step(reply)
 
 
 class RaisesAtReset(Strange):

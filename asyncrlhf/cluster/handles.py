@@ -179,8 +179,9 @@ class EpisodesHandle(Protocol):
         """Wait for news, or until a short time has passed. Raises ReplicaError if the worker is lost."""
         ...
 
-    async def restart(self, error: ReplicaError) -> None:
-        """A new worker without episodes in place of the lost one. Raises WorkerLostError if it is not restarted."""
+    async def restart(self, error: ReplicaError, counts: bool = True) -> None:
+        """A new worker without episodes in place of the lost one. ``counts``: against ``max_restarts``. Raises
+        WorkerLostError if it is not restarted."""
         ...
 
     async def close(self) -> None: ...

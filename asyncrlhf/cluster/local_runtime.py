@@ -233,7 +233,7 @@ class LocalEpisodes(LocalPart[EpisodeWorker]):
             raise ReplicaError(f"{self.name} is dead")
         return told(*news_of(self.worker), asyncio.get_running_loop().time())
 
-    async def restart(self, error: ReplicaError) -> None:
+    async def restart(self, error: ReplicaError, counts: bool = True) -> None:
         self.restarts += 1
         self.worker, self._killed = self._build(), asyncio.Event()
 
@@ -395,7 +395,7 @@ class LocalRuntime(Runtime):
     async def close(self) -> None:
         self._records.shutdown()
         services: list[Any] = [*self.rewards, *self.references, *self.critics] if hasattr(self, "rewards") else []
-        parts = (*self.generators, *services, *([self.learner] if hasattr(self, "learner") else []))
+        parts = (*self.generators, *services, *self.episodes, *([self.learner] if hasattr(self, "learner") else []))
         for answer in await asyncio.gather(*(part.close() for part in parts), return_exceptions=True):
             if isinstance(answer, BaseException):  # all others are closed
                 raise answer

@@ -22,7 +22,7 @@ NEWS = "news"  # the concurrency group of collect, so that the other calls arriv
 
 class RayEpisodes(RayPart[EpisodeWorker]):
     """Its process is replaced when it dies or freezes, at most ``spec.max_restarts`` times without a whole episode in
-    between."""
+    between; a death for which an episode has failed does not count."""
 
     # Called with the worker's name before it is restarted: waits for its node, and returns the options anew.
     renew: Callable[[str], Awaitable[Options]] | None = None
@@ -59,8 +59,8 @@ class RayEpisodes(RayPart[EpisodeWorker]):
             self._deaths = 0
         return told(news, requests, rollouts, asyncio.get_running_loop().time())
 
-    async def restart(self, error: ReplicaError) -> None:
-        self._deaths += 1
+    async def restart(self, error: ReplicaError, counts: bool = True) -> None:
+        self._deaths += counts
         ray.kill(self.actor)
         self._sent.clear()
         if self._deaths > self._spec.max_restarts:

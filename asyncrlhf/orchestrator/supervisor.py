@@ -139,7 +139,7 @@ class Supervisor:
                 return  # the ping's time passed while this process stood still; the next look asks again
             if self.still > self.patience:
                 self._say()
-            why = f"did not respond for {self.patience:.3g} s{self._of(part.name)}."
+            why = f"did not respond for {self.patience:.3g} s{self._of(part.name)}.{self._of_blocked(part.name)}"
             self._end(part.name, replica, calls, why)
 
     def _end(self, name: str, replica: Replica | None, calls: Sequence[Call], why: str) -> None:
@@ -233,10 +233,26 @@ class Supervisor:
                 yield f"{len(queued)} rollouts wait for a {annotator.title}{_some(queued)}."
         if self.publisher.busy:
             yield f"The publisher waits for {self.publisher.waiting_for or 'a replica'}."
-        if playing := len(state.episodes.at) - len(state.episodes.wanted):
-            yield f"{playing} episodes wait for their environment."
+        if playing := state.episodes.playing:
+            first = playing[0]
+            since = f"{first} at {state.episodes.at[first]} for {state.now() - state.episodes.since[first]:.0f} s"
+            yield f"{len(playing)} episodes wait for {self._environment}{_some(playing)}, the longest, {since}."
         if state.requeue:
             yield f"{len(state.requeue)} rollouts wait to be issued again{_some(list(state.requeue))}."
+
+    @property
+    def _environment(self) -> str:
+        settings = self.state.config.episode
+        if settings.agent:
+            return f"episode.agent={settings.agent}"
+        return f"episode.environment={settings.environment}" if settings.environment else "a tool of episode.tools"
+
+    def _of_blocked(self, name: str) -> str:
+        """What may keep a worker that plays episodes from answering; empty for other parts."""
+        played = [i for i in self.state.episodes.playing if self.state.episodes.at[i] == name]
+        if not played:
+            return ""
+        return f" Its episodes{_some(played)} were waiting for {self._environment}, which may block its event loop."
 
     def status(self) -> dict[str, Any]:
         """The run's present state for ``asyncrlhf status``, in JSON types."""

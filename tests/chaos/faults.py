@@ -6,12 +6,29 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrlhf.cluster.handles import LONG_SECONDS, AnnotatorHandle, GeneratorHandle, WorkerLostError, within
-from asyncrlhf.cluster.local_runtime import LocalAnnotator, LocalGenerator, LocalLearner, LocalRuntime, fetch_local
+from asyncrlhf.actors.episodes import EpisodeSpec, news_of, told
+from asyncrlhf.cluster.calls import START, under_way
+from asyncrlhf.cluster.handles import (
+    LONG_SECONDS,
+    AnnotatorHandle,
+    EpisodesHandle,
+    GeneratorHandle,
+    WorkerLostError,
+    within,
+)
+from asyncrlhf.cluster.local_runtime import (
+    LocalAnnotator,
+    LocalEpisodes,
+    LocalGenerator,
+    LocalLearner,
+    LocalRuntime,
+    fetch_local,
+)
 from asyncrlhf.cluster.ray_calls import a_rank
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.records.write.rollout_rows import write_part
@@ -20,12 +37,14 @@ from asyncrlhf.types import Payload, Rollout
 
 PASSES = 60_000  # awaits of one session after which it counts as spinning
 SLOW_SECONDS = 6.0  # thirty times what a call takes on the average
+START_SECONDS = 20.0  # that a process may take to start
 LATE_SECONDS = (0.5, 3.0, 7.0, 15.0, 30.0)  # below and above the time limits of a simulated run
 
 # What a fault does to the call that it meets. Those of the second line leave it without an end.
 PASSING = ("kill", "slow", "late", "raise", "freeze a while", "lose receiver", "duplicate", "disorder")
 ENDLESS = ("hang", "unanswered", "freeze")
 KINDS = (*PASSING, *ENDLESS)
+MESSAGES = ("begin", "sampled", "call off")  # to a worker that plays episodes
 
 
 def suits(kind: str, verb: str) -> bool:
@@ -34,7 +53,7 @@ def suits(kind: str, verb: str) -> bool:
         return kind in ("raise",) if verb == "write_part" else kind in ("raise", "slow", "late", "hang")
     if verb == "connect":
         return kind in ("raise", "slow", "late", "hang", "lose receiver")
-    if verb == "submit":  # nothing waits for its answer, and a message to a living part arrives
+    if verb in ("submit", *MESSAGES):  # nothing waits for its answer, and a message to a living part arrives
         return kind in ("kill", "slow", "raise", "freeze a while", "freeze")
     allowed = {"lose receiver": ("transfer",), "duplicate": ("collect",), "disorder": ("collect", "annotate")}
     return verb in allowed.get(kind, (verb,))
@@ -293,6 +312,107 @@ class FaultyAnnotator(Mortal, LocalAnnotator):
         return answer
 
 
+class FaultyEpisodes(Mortal, LocalEpisodes):
+    """A worker as Ray hosts it: messages are sent and not awaited, and what one raised comes out of ``collect``."""
+
+    def __init__(self, faults: Faults, runtime: LocalRuntime, spec: EpisodeSpec, name: str, build: Any) -> None:
+        super().__init__(name, build)
+        self.faults, self.runtime, self._spec = faults, runtime, spec
+        self.messages: list[Callable[[], None]] = []  # that wait until it thaws
+        self._error: PlannedError | None = None
+        self._deaths = 0
+
+    @property
+    def holds(self) -> set[int]:
+        """Episodes that are under way here, or of which its next news will tell."""
+        worker = self.worker
+        told = [*worker._wanted, *worker._finished, *worker._failed]
+        return worker._tasks.keys() | {one.rollout_id for one in told}
+
+    @property
+    def ended(self) -> bool:
+        return self._killed.is_set() or self._error is not None
+
+    def die(self, cause: str) -> None:
+        self.kill()
+        self.thaw()
+
+    def still_there(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._killed.is_set():
+            raise ReplicaError(f"{self.name} is dead")
+
+    def thaw(self) -> None:
+        super().thaw()
+        messages, self.messages = self.messages, []
+        for message in messages:
+            self._arrive(message)
+
+    def begin(self, items: Any) -> None:
+        self._send("begin", lambda: LocalEpisodes.begin(self, items))
+
+    def sampled(self, turns: Any) -> None:
+        self._send("sampled", lambda: LocalEpisodes.sampled(self, turns))
+
+    def cancel(self, rollout_ids: Any) -> None:
+        self._send("call off", lambda: LocalEpisodes.cancel(self, rollout_ids))
+
+    def _send(self, verb: str, message: Callable[[], None]) -> None:
+        fault = self.faults.draw(self.name, verb)
+        kind = "" if fault is None else fault.kind
+        if kind == "raise":
+            self._error = PlannedError(str(fault))
+            self._killed.set()
+        if kind == "kill":
+            self.die(str(fault))
+        if kind.startswith("freeze"):
+            self.freeze()
+            if kind == "freeze a while":
+                asyncio.get_running_loop().call_later(self.faults.rng.choice(LATE_SECONDS), self.thaw)
+        if self._thaw is not None:
+            self.messages.append(message)
+        else:
+            self._arrive(message)
+
+    def _arrive(self, message: Callable[[], None]) -> None:
+        if not self.ended:
+            message()
+
+    async def collect(self) -> Any:
+        return await within(LONG_SECONDS, self.name, "collect", self.faults.around(self, "collect", self._look))
+
+    async def _look(self) -> Any:
+        """It answers after a while, with news or without, as on Ray."""
+        self.still_there()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._spec.stall_seconds / 5):  # wait_for may swallow a cancellation
+                await self.worker.changed.wait()
+        self.still_there()
+        return told(*news_of(self.worker), asyncio.get_running_loop().time())
+
+    def kill(self) -> None:
+        super().kill()
+        self.worker.changed.set()  # whoever waits for news hears of it
+
+    async def restart(self, error: ReplicaError, counts: bool = True) -> None:
+        self.die("ended")
+        self._deaths += counts
+        if self._deaths > self._spec.max_restarts:
+            raise WorkerLostError(f"{error} It is not started again (max_restarts).") from error
+
+        async def real() -> None:
+            self._error = None
+            await LocalEpisodes.restart(self, error)
+
+        try:
+            async with asyncio.timeout(START_SECONDS) as limit:
+                with under_way(self.name, START, (), limit):
+                    await self.faults.around(Place(self.name, self.runtime), "restart", real)
+        except (PlannedError, TimeoutError) as failure:
+            raise WorkerLostError(f"{self.name} could not start: {failure} It had died before: {error}") from failure
+
+
 class FaultyLearner(Mortal, LocalLearner):
     """A rank as on Ray: whatever ends a call without an answer is its death, and with it the group's."""
 
@@ -364,6 +484,10 @@ class FaultyRuntime(LocalRuntime):
     def _annotators(self, spec: Any) -> list[AnnotatorHandle]:
         made: Any = super()._annotators(spec)
         return [FaultyAnnotator(self.faults, spec, m.name, m.worker, spec.answer_seconds, self.told) for m in made]
+
+    def _episodes(self, spec: EpisodeSpec | None) -> list[EpisodesHandle]:
+        made: Any = super()._episodes(spec)
+        return [FaultyEpisodes(self.faults, self, spec, m.name, m._build) for m in made]  # type: ignore[arg-type]
 
     def _generator(self, spec: Any) -> LocalGenerator:
         worker = self._workers.generator(spec, asyncio.get_running_loop().time)

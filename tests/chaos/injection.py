@@ -47,6 +47,8 @@ LOCAL_KINDS = {
     "slow": ("slow",),
     "memory": ("raise",),
 }
+EPISODES = 0.3  # share of the cases whose rollouts are episodes
+EPISODE, STRUCK = "episode", ("kill", "freeze", "freeze a while", "slow", "memory")  # a part of theirs, and how
 STALL_SECONDS = 10  # the runs' limit, under which they also have to go on after any fault
 MEMORY_LEFT = 8 * 2**20  # bytes that a part may grow by when its memory is limited
 
@@ -92,10 +94,24 @@ def draw_case(seed: int, runtime: str) -> Case:
     if part == "reference":
         overrides += ["reference=service", "algorithm.kl=loss", "algorithm.beta=0.1"]
     overrides.append("learner.learning_rate=" + ("1e9" if kind == "nan" else "1e-4"))
+    part, more = _episodes(kind, part, random.Random(f"episodes {runtime}/{seed}"))
+    overrides += more
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     signals = tuple(int(rng.choice(numbers)) for _ in range(rng.choice((1, 1, 2))))
     at = rng.choice((-1, *range(steps - 3)))
     return Case(seed, runtime, kind, part, at, rng.uniform(0, 0.5), rng.uniform(1, 7), signals, tuple(overrides))
+
+
+def _episodes(kind: str, part: str, rng: random.Random) -> tuple[str, list[str]]:
+    """The part that is struck, and the settings of a case's episodes, if it has some: drawn beside the rest, so that
+    what other cases draw stays."""
+    if rng.random() > EPISODES:
+        return part, []
+    part = EPISODE if kind in STRUCK and part != "driver" and rng.random() < 0.6 else part
+    return part, [
+        "episode.environment=tests.worlds:Moody", "episode.workers=2", "episode.timeout_seconds=2",
+        "generator.max_completion_length=40",
+    ]  # fmt: skip
 
 
 def child(case: Case, run_dir: str, told_to: str, address: str, limit: float, faulty: bool) -> NoReturn:

@@ -17,6 +17,7 @@ from asyncrlhf.errors import AsyncRLHFError, LedgerError, StaleBatchError, Stall
 from asyncrlhf.records.write.recorder import METRICS_FILE, ROLLOUTS_FOLDER, read_metrics
 from tests.chaos.faults import ENDLESS, Fault, Faults, FaultyGenerator, FaultyRuntime, Mortal
 from tests.chaos.parts import LIFE, Trained, World
+from tests.chaos.scenes import ENDED, NO_LEVEL
 
 LONG_ENOUGH = (*ENDLESS, "late", "freeze a while")  # faults after which a run may stand still up to its stall limit
 BUGS = (LedgerError, StaleBatchError, AssertionError, LookupError, TypeError, AttributeError, ValueError)
@@ -31,12 +32,15 @@ def now_broken(controller: Any) -> Iterator[str]:
     states = defaultdict(set)
     for rollout_id in state.ledger.live_ids():
         states[state.ledger.get(rollout_id).state].add(rollout_id)
-    if sorted(state.requeue) != sorted(states["admitted"]):
-        yield f"to be issued again are {sorted(state.requeue)}, but the ledger has {sorted(states['admitted'])} waiting"
+    waiting = [i for i in state.requeue if i not in state.episodes.wanted]
+    if sorted(waiting) != sorted(states["admitted"]):
+        yield f"to be issued again are {sorted(waiting)}, but the ledger has {sorted(states['admitted'])} waiting"
     unfinished = {i for g, _ in making for i in g.unfinished}
     if unfinished != states["admitted"] | states["generating"]:
         yield f"groups lack {sorted(unfinished)}, but the ledger has {sorted(states['generating'])} generating"
-    for rollout_id in states["generating"]:
+    if controller.config.episode.used:
+        yield from _episodes_broken(controller, states["generating"])
+    for rollout_id in states["generating"] if not controller.config.episode.used else ():
         holders = [r.name for r in state.replicas if rollout_id in r.in_flight]
         entry = state.ledger.get(rollout_id)
         if entry.generator_id not in holders:
@@ -49,6 +53,27 @@ def now_broken(controller: Any) -> Iterator[str]:
     yield from _places_broken(controller)
     for replica in state.replicas:
         yield from _replica_broken(replica)
+
+
+def _episodes_broken(controller: Any, generating: set[int]) -> Iterator[str]:
+    """Who plays each episode, and who samples the turn that it waits for."""
+    state, episodes = controller.state, controller._episodes
+    table, workers = state.episodes, {worker.name: worker for worker in controller._runtime.episodes}
+    for rollout_id in generating if not episodes._down else ():
+        if state.ledger.get(rollout_id).generator_id != table.at.get(rollout_id):
+            yield f"episode {rollout_id} is played by {table.at.get(rollout_id)}, but the ledger says otherwise"
+    for rollout_id, name in table.at.items():
+        worker = workers[name]
+        quiet = not (worker.ended or worker.carried or worker.messages or worker._thaw is not None)
+        if quiet and rollout_id not in worker.holds:
+            yield f"episode {rollout_id} is lost: {name} does not play it"
+    for rollout_id in table.wanted:
+        holders = [r.name for r in state.replicas if rollout_id in r.in_flight]
+        if rollout_id >= 0 and len(holders) + state.requeue.count(rollout_id) != 1:
+            yield f"a turn of episode {rollout_id} waits {state.requeue.count(rollout_id)} times, and is at {holders}"
+    for replica in state.replicas:
+        if unwanted := {i for i in replica.in_flight if i >= 0} - table.wanted.keys():
+            yield f"{replica.name} samples turns of {sorted(unwanted)}, for which no episode waits"
 
 
 def _places_broken(controller: Any) -> Iterator[str]:
@@ -119,18 +144,26 @@ def idle(runtime: FaultyRuntime, faults: Faults) -> bool:
     if faults.under_way:
         return False
     parts: list[Any] = [runtime.learner, *runtime.rewards, *runtime.references, *runtime.critics, *runtime.generators]
+    playing: list[Any] = runtime.episodes
+    if any(part.worker.playing or part.worker.changed.is_set() for part in playing):
+        return False
+    parts += playing
     if any(isinstance(part, Mortal) and part._thaw is not None for part in parts):
         return False
     at_work = (g.worker.has_work() or g.worker.outbox.has_results or g._submitting for g in runtime.generators)
     return not any(at_work)
 
 
-def untrue(error: BaseException, faults: Sequence[Fault], failures_planned: bool) -> str | None:
-    """Why the cause that a run names cannot be the one; None where a fault explains it."""
+def untrue(
+    error: BaseException, faults: Sequence[Fault], failures_planned: bool, deaths_planned: bool = False
+) -> str | None:
+    """Why the cause that a run names cannot be the one; None where a fault explains it. ``deaths_planned``: of workers
+    that play episodes."""
     text = f"{type(error).__name__}: {error}"
     if any(f"{fault}" in text for fault in faults):
         return None
-    if isinstance(error, BUGS) or not isinstance(error, (AsyncRLHFError, OSError)):
+    own = "The environment failed" in text and not text.strip("'").endswith((ENDED, NO_LEVEL))
+    if own or isinstance(error, BUGS) or not isinstance(error, (AsyncRLHFError, OSError)):
         return f"a bug ended the run: {text}"
     struck = [f for f in faults if not isinstance(error, StallError) or f.kind in LONG_ENOUGH]
     if any(f.part in text or f.part.rpartition("-")[0] + " worker" in text for f in struck):
@@ -138,6 +171,8 @@ def untrue(error: BaseException, faults: Sequence[Fault], failures_planned: bool
     if any(f.verb == "connect" and "learner-0" in text for f in struck):  # which forms the group
         return None
     if failures_planned and ("max_failure_fraction" in text or "Every rollout of the batch" in text):
+        return None
+    if deaths_planned and ("episode-" in text or "max_failure_fraction" in text):
         return None
     return f"no fault explains the cause that is named: {text}"
 
@@ -151,6 +186,9 @@ def end_broken(
         yield f"the run is done, but rollouts are left: {live}"
     if counts["uses"] != len(world.trained):
         yield f"the ledger counts {counts['uses']} uses, the learner made {len(world.trained)}"
+    for reason in counts["failed_by_reason"]:
+        if "The environment failed" in reason and not reason.strip("'").endswith((ENDED, NO_LEVEL)):
+            yield f"an episode failed for a cause of its own: {reason}"
     of_step = Counter(use.step for use in world.trained)
     if sorted(of_step) != list(range(config.steps)):
         yield f"the learner trained at {sorted(of_step)} and not at each of {config.steps} steps once"
@@ -172,6 +210,8 @@ def _misused(config: RunConfig, use: Trained, resumed_at: Sequence[int]) -> str 
     """What a use of a rollout breaks."""
     if use.true != use.told:
         return f"has tokens of versions {use.true} that are called {use.told}"
+    if not use.whole:
+        return "is no whole episode of one attempt"
     if use.undone:
         return f"has tokens of versions {use.true}, which the learner's death has undone"
     if config.reference_served and not use.has_reference:

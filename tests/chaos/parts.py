@@ -24,6 +24,7 @@ from asyncrlhf.actors.messages import Offer, annotated
 from asyncrlhf.actors.worker import Outbox
 from asyncrlhf.engines.engine import StepOutput
 from asyncrlhf.learner.settings.learner_config import StepResult
+from asyncrlhf.orchestrator.rollouts.episodes import ATTEMPT
 from asyncrlhf.types import Annotation, GenerationFailure, GenerationRequest, Rollout, WeightManifest
 
 TOKENS = 3  # of each response
@@ -44,6 +45,7 @@ class Trained:
     critic_version: int | None
     has_reference: bool
     undone: bool = False  # a token is of a version that a death of the learner has undone
+    whole: bool = True  # its turns are those of one attempt, in their order
 
 
 @dataclass
@@ -56,6 +58,9 @@ class World:
     transfer: float = 0.05
     load: float = 0.02
     fails_one_in: int = 0
+    odd_one_in: int = 0  # episodes
+    deadly_one_in: int = 0  # episodes that end their worker
+    episodes_fail: bool = False  # or may have failed in a session before
     trained: list[Trained] = field(default_factory=list)
     lives: list[int] = field(default_factory=list)  # of the learner: the version at which each began, LIFE before that
 
@@ -140,10 +145,10 @@ class Generator:
     def _finished(self, one: Response) -> Rollout | GenerationFailure:
         item, (told, true) = one.item, zip(*one.versions, strict=True)
         if item.rollout_id >= 0 and self._world.fails(item.rollout_id, 0):
-            return GenerationFailure(item.rollout_id, "a planned failure of generation", item.epoch)
-        ids, truth = np.ones(TOKENS, np.int64), np.array(true, np.float32)
+            return GenerationFailure(item.rollout_id, "a planned failure of generation", item.epoch, item.tag)
+        ids, truth = np.full(TOKENS, item.tag + 1, np.int64), np.array(true, np.float32)
         made = item.rollout_id, item.group_id, item.prompt, ids, truth, np.array(told), "stop", "", self.name
-        return Rollout(*made, epoch=item.epoch)
+        return Rollout(*made, epoch=item.epoch, tag=item.tag)
 
     async def receive(self, ticket: Any) -> None:
         await asyncio.sleep(self._world.transfer)
@@ -191,11 +196,11 @@ class Learner:
     async def train(self, chosen: Sequence[Any], rollouts: Sequence[Rollout], **recorded: Any) -> StepResult:
         await asyncio.sleep(self._world.train)
         for (_, _, _, masked), r in zip(chosen, rollouts, strict=True):
-            stamped = [divmod(int(v), LIFE) for v in r.behavior_logprobs]
+            stamped = [divmod(int(v), LIFE) for v in r.behavior_logprobs[r.sampled]]
             true = tuple(version for _, version in stamped)
             undone = any(version > min(self._world.lives[life + 1 :], default=version) for life, version in stamped)
-            told = tuple(int(v) for v in r.policy_versions)
-            facts = r.critic_version, r.ref_logprobs is not None, undone
+            told = tuple(int(v) for v in r.policy_versions[r.sampled])
+            facts = r.critic_version, r.ref_logprobs is not None, undone, is_whole(r)
             use = Trained(self.version, r.rollout_id, true, told, masked, *facts)
             self._world.trained.append(use)
         self.version += 1
@@ -228,7 +233,7 @@ class Scorer:
         await asyncio.sleep(self._world.score * len(rollouts))
         if self._kind == "reward":
             return [self._reward(r.rollout_id) for r in rollouts], []
-        arrays = [np.zeros(TOKENS, np.float32) for _ in rollouts]
+        arrays = [np.zeros(len(r.response_ids), np.float32) for r in rollouts]
         if self._kind == "reference":
             return annotated("ref_logprobs", rollouts, arrays)
         return annotated("values", rollouts, arrays, ticket.version)
@@ -237,3 +242,12 @@ class Scorer:
         if rollout_id >= 0 and self._world.fails(rollout_id, 1):
             return Annotation(rollout_id, error="a planned failure of a reward")
         return Annotation(rollout_id, random.Random(rollout_id).random())
+
+
+def is_whole(rollout: Rollout) -> bool:
+    """Whether an episode's turns were asked for by one attempt, one after the other: a sampled token is the tag of its
+    request and 1."""
+    tags = rollout.response_ids[rollout.sampled] - 1
+    first = int(tags[0]) if len(tags) else 0
+    turns = len(rollout.turns) or 1
+    return bool(first % ATTEMPT == 0 and np.array_equal(tags - first, np.repeat(np.arange(turns), TOKENS)))

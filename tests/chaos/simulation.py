@@ -35,6 +35,7 @@ from asyncrlhf.cluster.parts import placement_plan, specs, wire_settings
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.sources import PromptSource
+from asyncrlhf.episodes.episode_config import EpisodeConfig
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
 from asyncrlhf.orchestrator.controller import Controller
 from asyncrlhf.orchestrator.rollouts.heldout import HeldOut
@@ -45,6 +46,7 @@ from asyncrlhf.types import Prompt, SamplingParams
 from tests.chaos.faults import KINDS, Fault, Faults, FaultyRuntime, SpinError
 from tests.chaos.oracle import Sleepers, end_broken, idle, now_broken, untrue
 from tests.chaos.parts import Generator, Learner, Scorer, World
+from tests.chaos.scenes import Scene
 
 QUIET = ("runtime=local", "logging.wandb=disabled", "logging.progress=none", "logging.report=false")
 BASE = ("generator.engine=fake", "learner.virtual_step_seconds=0", "weights.timeout_seconds=5",
@@ -55,6 +57,8 @@ SERVICES = {
     "critic": ("algorithm=ppo", "critic=service"),
     "both": ("algorithm=ppo", "critic=service", "reference=service", "algorithm.kl=loss", "algorithm.beta=0.1"),
 }
+EPISODES = 0.25  # share of the seeds whose rollouts are episodes
+SHORT_SECONDS = 4.0  # of an episode, with waits for its turns: too few while a part is replaced
 LIMIT_SECONDS = 2000.0  # of one session, on the virtual clock
 CLOSE_SECONDS = 100.0  # of its end
 LOOK_SECONDS = 0.2
@@ -128,7 +132,24 @@ def _draw_config(rng: random.Random, seed: int) -> RunConfig:
     )
 
 
-def draw_faults(rng: random.Random, seed: int, session: int) -> Faults:
+def draw_episodes(seed: int, sure: bool) -> tuple[EpisodeConfig, int, int] | None:
+    """The settings of episodes, one episode in how many is odd, and one in how many ends its worker; None if rollouts
+    are plain answers. Drawn beside the rest, so that what a seed drew before stays."""
+    rng = random.Random(f"with episodes {seed}")
+    if rng.random() > EPISODES and not sure:
+        return None
+    config = EpisodeConfig(
+        environment="tests.chaos.scenes:Play",
+        workers=rng.choice((1, 2, 3)),
+        concurrency=rng.choice((0, 0, 8)),
+        max_turns=rng.choice((2, 8)),
+        timeout_seconds=2.0,
+        episode_seconds=rng.choice((SHORT_SECONDS, 100.0)),
+    )
+    return config, rng.choice((0, 0, 15)), rng.choice((0, 0, 60))
+
+
+def draw_faults(rng: random.Random, seed: int, session: int, episodes: bool = False) -> Faults:
     """Few kinds at a time find more than all at once: one fault does not hide what another would show."""
     if session >= 2:
         return Faults(random.Random(0))
@@ -152,6 +173,8 @@ def draw_faults(rng: random.Random, seed: int, session: int) -> Faults:
     )
     if random.Random(f"learner {seed}/{session}").random() < 0.25:  # it alone dies, and the run goes back
         return replace(drawn, kinds=("kill", "freeze"), parts=("learner",), rate=0.05)
+    if episodes and random.Random(f"episode workers {seed}/{session}").random() < 0.4:
+        return replace(drawn, parts=("episode",))
     return drawn
 
 
@@ -180,16 +203,25 @@ class Result:
         return [fault for session in self.sessions for fault in session.faults]
 
 
-def simulate(seed: int, tell: Callable[[str], None] = lambda text: None, told_passes: bool = False) -> Result:
-    """The run of this seed, resumed until it is done."""
+def simulate(
+    seed: int, tell: Callable[[str], None] = lambda text: None, told_passes: bool = False, episodes: bool = False
+) -> Result:
+    """The run of this seed, resumed until it is done. ``episodes``: its rollouts are episodes in any case."""
     rng = random.Random(seed)
     config, result, resumed_at = draw_config(rng, seed), Result(seed), []
+    drawn = draw_episodes(seed, episodes)
+    config = config if drawn is None else replace(config, episode=drawn[0])
     fails = rng.choice((0, 0, 0, 15))
     place = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=place) as folder:
         run_dir = Path(folder) / "run-0"
         for number in range(SESSIONS):
-            faults, world = draw_faults(rng, seed, number), World(fails_one_in=fails)
+            faults, world = draw_faults(rng, seed, number, drawn is not None), World(fails_one_in=fails)
+            if drawn is not None:
+                world.odd_one_in, world.deadly_one_in = drawn[1], drawn[2] if number < 2 else 0
+                world.episodes_fail = any(drawn[1:]) or drawn[0].episode_seconds == SHORT_SECONDS
+                seconds = drawn[0].episode_seconds if number < 2 else LIMIT_SECONDS  # it runs while turns are sampled
+                config = replace(config, episode=replace(drawn[0], episode_seconds=seconds))
             stop_at = rng.uniform(0.0, 8.0) if number < 2 and rng.random() < 0.2 else None
             faults.tell, faults.told_passes = tell, told_passes
             checkpoints = list_checkpoints(run_dir)
@@ -208,7 +240,10 @@ def simulate(seed: int, tell: Callable[[str], None] = lambda text: None, told_pa
                 result.broken += end_broken(config, run_dir, world, session.counts, resumed_at)
             if session.reason == "done" or result.broken:
                 break
-        if result.sessions[-1].reason != "done" and not result.broken:
+        last = result.sessions[-1]
+        # Failed rollouts of a schedule stay failed when the run is resumed.
+        spoilt = drawn is not None and "Every rollout of the batch" in str(last.error)
+        if last.reason != "done" and not result.broken and not spoilt:
             result.broken.append(f"after {SESSIONS} sessions the run is not done")
     return result
 
@@ -263,10 +298,11 @@ class SessionRun:
             generator=lambda spec, clock: Generator(self.world, spec, clock),
             learner=lambda spec: Learner(self.world),
             annotator=lambda spec, name: Scorer(self.world, spec.kind),
+            episodes=lambda spec, name: self._scene(spec, name, lambda: runtime).worker(name),
         )
         wanted = specs(config, wire_settings(config, self.run_dir))
         runtime = FaultyRuntime(self.faults, wanted, placement_plan(config).sharing, workers)
-        sampling = SamplingParams(max_completion_length=8)
+        sampling = SamplingParams(max_completion_length=200 if config.episode.used else 8)
         heldout: Any = HeldOut([_prompt(-1), _prompt(-2)], sampling, runtime)
         source = PromptSource(_prompt, None, config.seed)
         controller = Controller(config, runtime, source, sampling, heldout, recorder, self._view(), 10, saved)
@@ -283,6 +319,14 @@ class SessionRun:
         self.faults.tell(f"{ended.reason} {ended.error or ''}")
         self.faults.rate = 0.0
         await self._close(controller, runtime)
+
+    def _scene(self, spec: Any, name: str, runtime: Callable[[], FaultyRuntime]) -> Scene:
+        def strike(what: str) -> None:
+            self.faults.tell(f"the environment of an episode at {name} {what}")
+            worker: Any = next(worker for worker in runtime().episodes if worker.name == name)
+            worker.die(f"its environment {what}") if what == "exits" else worker.freeze()
+
+        return Scene(spec.settings, self.world.odd_one_in, self.world.deadly_one_in, strike)
 
     def _unseen(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A task ended in an exception that nothing awaited: a bug, unless it is one of ours or the disk's."""
@@ -302,10 +346,12 @@ class SessionRun:
                 ended.reason = "interrupted"  # while it started
         except Exception as error:
             ended.error = error
-            failures = bool(self.world.fails_one_in) or any(
-                f.part[:3] in ("rew", "ref", "cri") for f in self.faults.fired
+            failures = (
+                bool(self.world.fails_one_in)
+                or self.world.episodes_fail
+                or any(f.part[:3] in ("rew", "ref", "cri", "epi") for f in self.faults.fired)
             )
-            if sentence := untrue(error, self.faults.fired, failures):
+            if sentence := untrue(error, self.faults.fired, failures, bool(self.world.deadly_one_in)):
                 ended.broken.append(sentence)
         if ended.reason == "interrupted" and self.stop_at is None:
             ended.broken.append("the run was interrupted by nobody")
@@ -375,6 +421,7 @@ def seeds_of(text: str) -> Iterator[int]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", "--seed", default="0-199")
+    parser.add_argument("--episodes", action="store_true", help="all rollouts are episodes, not those of some seeds")
     parser.add_argument("--trace", action="store_true", help="tell what happens")
     parser.add_argument("--calls", action="store_true", help="tell every call of a part, too")
     given = parser.parse_args(arguments)
@@ -382,7 +429,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tell: Callable[[str], None] = print if given.trace or given.calls else lambda text: None
     began, broken, ends, faults, count = time.monotonic(), 0, [], 0, 0
     for seed in seeds_of(given.seeds):
-        result = simulate(seed, tell, given.calls)
+        result = simulate(seed, tell, given.calls, given.episodes)
         count, faults = count + 1, faults + len(result.faults)
         ends += [session.reason for session in result.sessions]
         if result.broken:

@@ -14,6 +14,7 @@ from tests.chaos.run import true_cause
 def test_the_settings_of_every_kind_of_case_are_allowed(runtime: str) -> None:
     cases = [draw_case(seed, runtime) for seed in range(4 * len(SUITS))]
     assert {case.kind for case in cases} == set(SUITS)
+    assert any(case.part == "episode" for case in cases)
     for case in cases:
         load_config([*case.overrides, "run_dir=unused"])
 

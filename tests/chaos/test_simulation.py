@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from asyncrlhf.actors.episodes import EpisodeNews
 from asyncrlhf.actors.worker import Outbox
 from asyncrlhf.buffer.async_config import MODES
 from asyncrlhf.cluster.clock import Signal
@@ -16,11 +18,13 @@ from asyncrlhf.orchestrator.learning.learn import LearnLoop
 from asyncrlhf.orchestrator.learning.rollback import Rollback
 from asyncrlhf.orchestrator.replicas.weight_sync import WeightPublisher
 from asyncrlhf.orchestrator.rollouts.assembly import Assembly
+from asyncrlhf.orchestrator.rollouts.episodes import Episodes
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.types import RolloutInfo
-from tests.chaos.simulation import Result, draw_config, seeds_of, simulate
+from tests.chaos.simulation import Result, draw_config, draw_episodes, seeds_of, simulate
 
 SEEDS = {"few": range(3, 200, 8), "all": range(200)}
+EPISODE_SEEDS = {"few": range(5, 200, 16), "all": range(200)}
 # What each of these seeds once showed; each fails without its repair.
 FOUND = {
     61: "an evaluation waited for a frozen generator that had no restart left",
@@ -45,6 +49,20 @@ def test_no_schedule_of_faults_breaks_a_promise(seeds: str) -> None:
         "the faults do nothing"
     )
     assert {f.kind for r in results for f in r.faults} >= {"kill", "hang", "late", "freeze", "duplicate", "unanswered"}
+
+
+@pytest.mark.more_but("few")
+@pytest.mark.parametrize("seeds", EPISODE_SEEDS)
+def test_no_schedule_of_faults_breaks_a_promise_of_episodes(seeds: str) -> None:
+    results = [simulate(seed, episodes=True) for seed in EPISODE_SEEDS[seeds]]
+    assert not any(r.broken for r in results), sentences(results)
+    struck = Counter(f.part.partition("-")[0] for r in results for f in r.faults)
+    assert struck["episode"] > len(results) / 4 and struck["generator"] > len(results) / 4
+
+
+def test_some_seeds_have_episodes_and_the_found_ones_do_not() -> None:
+    drawn = {seed for seed in range(200) if draw_episodes(seed, False) is not None}
+    assert 30 < len(drawn) < 70 and not drawn & FOUND.keys()
 
 
 def test_every_mode_is_drawn() -> None:
@@ -159,6 +177,46 @@ def undone_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rollback, "_sampled_beyond", lambda *arguments: False)
 
 
+def turn_of_an_episode_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of its seconds ends an episode, and the turn that it waited for is sampled all the same."""
+
+    def end(self: Episodes, rollout_id: int) -> None:
+        self._forget(rollout_id)
+        self._clear(rollout_id)
+
+    monkeypatch.setattr(Episodes, "_end", end)
+
+
+def turn_that_waits_for_a_lost_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An episode of a lost worker is issued again, and the turn that waited for a replica is, too."""
+    original = Episodes._issue_again
+
+    def issue_again(self: Episodes, lost: Sequence[int]) -> None:
+        original(self, lost)
+        self._state.requeue.extend(lost[:1] if lost and lost[0] in self._state.requeue else ())
+
+    monkeypatch.setattr(Episodes, "_issue_again", issue_again)
+
+
+def forgotten_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost worker's episodes are not all begun again."""
+    original = Episodes._issue_again
+    monkeypatch.setattr(Episodes, "_issue_again", lambda self, lost: original(self, lost[1:]))
+
+
+def turn_not_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Episodes._hear
+
+    def hear(self: Episodes, worker: Any, news: EpisodeNews) -> None:
+        original(self, worker, replace(news, wanted=[turn for turn in news.wanted if turn.rollout_id % 7 or turn.tag]))
+
+    monkeypatch.setattr(Episodes, "_hear", hear)
+
+
+EPISODE_BUGS = (
+    turn_of_an_episode_that_is_over, turn_that_waits_for_a_lost_worker, forgotten_episode,
+    turn_not_heard_of,
+)  # fmt: skip
 BUGS = (
     leaked_slot, scored_twice, late_result_accepted, version_off_by_one, lost_wake_up, forgotten_rollout,
     bound_ignored, result_lost, undone_trained,
@@ -170,3 +228,12 @@ BUGS = (
 def test_planted_bugs_are_caught(bug: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     bug(monkeypatch)
     assert any(simulate(seed).broken for seed in seeds_of("0-59")), f"nobody noticed: {bug.__name__}"
+
+
+@pytest.mark.parametrize("bug", EPISODE_BUGS)
+@pytest.mark.more_but(every=2)
+def test_planted_bugs_of_episodes_are_caught(
+    bug: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bug(monkeypatch)
+    assert any(simulate(seed, episodes=True).broken for seed in seeds_of("0-99")), f"nobody noticed: {bug.__name__}"

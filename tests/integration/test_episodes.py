@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from asyncrlhf.cluster.local_runtime import LocalEpisodes, LocalGenerator, LocalLearner, LocalRuntime
 from tests.integration.test_local_loop import TAIL, interrupt_after
 from tests.loop import FAKE, Finished, meddle, run, train_nothing
+from tests.ray_run import watch
 
 SCORED = "reward.kind=environment"
 THREE = ("episode.environment=tests.worlds:Sums", SCORED, "generator.max_completion_length=40")
@@ -172,6 +174,25 @@ def test_a_faulty_world_costs_single_episodes(tmp_path: Path, world: str, cause:
     assert (cause == "") == (not failed)
     assert all(cause in said for said in failed)
     assert len(done.metrics) == 8
+
+
+def test_the_environment_that_is_waited_for_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    controllers, said = watch(monkeypatch), list[str]()
+
+    def look() -> None:
+        said.extend(controllers[0].supervisor.sentences())
+
+    meddle(monkeypatch, lambda runtime: asyncio.get_running_loop().call_later(28.0, look) and None)
+    run(
+        tmp_path, *FAKE, "episode.environment=tests.worlds:Hangs", SCORED, "steps=2", "episode.timeout_seconds=20",
+        "generator.max_completion_length=40", "max_failure_fraction=1", "eval_every=0", "task.heldout_size=1",
+    )  # fmt: skip
+    (sentence,) = [sentence for sentence in said if "environment" in sentence]
+    assert re.fullmatch(
+        r"\d+ episodes wait for episode\.environment=tests\.worlds:Hangs \(ids \d+[\d, .]*\), the longest, \d+ at "
+        r"episode-0 for [78] s\.",
+        sentence,
+    ), sentence
 
 
 def test_late_episodes_end_while_a_turn_of_theirs_waits_or_is_sampled(tmp_path: Path) -> None:

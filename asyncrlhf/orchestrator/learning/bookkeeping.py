@@ -108,9 +108,14 @@ class Bookkeeping:
         asked = brisk or self.state.replicas
         self._asked_at = self.state.now()
         self._asking = asyncio.ensure_future(self.heldout.measure(asked, self.state))
+        # A replica that comes back waits for a learner that is dead, and its answers would be waited for without end.
+        lost = asyncio.ensure_future(self.state.changed.wait_for(lambda: self.publisher.failure))
         try:
-            await asyncio.wait([self._asking])
+            await asyncio.wait([self._asking, lost], return_when=asyncio.FIRST_COMPLETED)
+            if not self._asking.done():
+                self.publisher.raise_if_failed()
         finally:
+            lost.cancel()
             self._asking.cancel()
             self.state.progressed()
         found = None if self._asking.cancelled() else self._asking.result()

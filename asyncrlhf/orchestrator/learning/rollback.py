@@ -181,7 +181,6 @@ class Rollback:
         state, elapsed = self.state, self.state.elapsed
         saved = await completed(saved, state.config, self.runtime, state.progressed)
         telling = []
-        state.episodes.call_off([i for i in state.episodes.at if i >= 0])
         for replica in (r for r in state.replicas if r.alive):
             held = sorted(replica.in_flight)
             for rollout_id in held:
@@ -191,6 +190,8 @@ class Rollback:
         await self.log.rewind(saved.marker)
         state.journal.note("undone", line=saved.marker.journal)
         self._note(saved.step)
+        # At the last moment: the dispatcher begins episodes also while no replica can sample.
+        state.episodes.call_off([i for i in state.episodes.at if i >= 0])
         restore(state, saved, self.source, self.log, self.runtime)
         state.elapsed = elapsed  # time does not go back
 
