@@ -43,6 +43,7 @@ def assert_whole(done: Finished, turns: int = 3) -> None:
     ],
     ids=["free", "sync", "fixed_lag"],
 )
+@pytest.mark.more_but("free")
 def test_one_turn_is_an_answer_bit_for_bit(tmp_path: Path, mode: tuple[str, ...]) -> None:
     options = (*SMALL, "steps=20", "checkpoint.every=20", *mode)
     plain = run(tmp_path / "plain", *options)
@@ -67,6 +68,7 @@ def test_one_turn_is_an_answer_bit_for_bit(tmp_path: Path, mode: tuple[str, ...]
     ],
     ids=["sync", "one_step", "fixed_lag", "lag0"],
 )
+@pytest.mark.more_but("fixed_lag")
 def test_schedules_hold_for_every_turn_and_repeat(tmp_path: Path, mode: tuple[str, ...]) -> None:
     options = (*SMALL, *SLOW, *mode, "steps=5", "generator.replicas=2")
     first = run(tmp_path / "a", *options)
@@ -81,6 +83,7 @@ def test_schedules_hold_for_every_turn_and_repeat(tmp_path: Path, mode: tuple[st
 
 
 @pytest.mark.parametrize("update", ["drain", "interrupt", "in_flight"])
+@pytest.mark.more_but("drain", "interrupt")
 def test_weights_change_between_turns_and_within(tmp_path: Path, update: str) -> None:
     done = run(
         tmp_path, *SMALL, *THREE, "steps=8", "generator.slots=8", f"async.on_weight_update={update}",
@@ -99,6 +102,7 @@ def test_weights_change_between_turns_and_within(tmp_path: Path, update: str) ->
     assert within == (update != "drain"), "drain waits for the turn, not for the episode"
 
 
+@pytest.mark.more
 def test_the_bound_holds_over_slow_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train_nothing(monkeypatch)
     done = run(
@@ -131,6 +135,7 @@ def kill(what: str, *times: float) -> Any:
 
 @pytest.mark.parametrize("what", ["generator", "episodes", "learner"])
 @pytest.mark.parametrize("mode", [(), ("async.mode=fixed_lag", "async.lag=2")], ids=["free", "scheduled"])
+@pytest.mark.more_but("free-episodes", "scheduled-generator")
 def test_a_dead_part_loses_nothing_and_repeats_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, mode: tuple[str, ...]
 ) -> None:
@@ -164,6 +169,7 @@ def test_an_interrupted_run_begins_its_episodes_anew(tmp_path: Path) -> None:
         ("RaisesAtReset", "The environment failed: KeyError"),
     ],
 )
+@pytest.mark.more_but("Raises-", "Hangs")
 def test_a_faulty_world_costs_single_episodes(tmp_path: Path, world: str, cause: str) -> None:
     done = run(
         tmp_path, *FAKE, f"episode.environment=tests.worlds:{world}", SCORED, "steps=8", "episode.timeout_seconds=2",
@@ -207,6 +213,7 @@ def test_late_episodes_end_while_a_turn_of_theirs_waits_or_is_sampled(tmp_path: 
     assert len(done.metrics) == 20
 
 
+@pytest.mark.more
 def test_the_learner_is_busy_while_tools_take_ten_times_the_sampling(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
