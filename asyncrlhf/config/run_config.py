@@ -222,8 +222,8 @@ def _check_shaped_rewards(config: RunConfig) -> None:
     by_turn = algorithm.credit == "turn"
     check(
         not by_turn or config.episode.used,
-        "algorithm.credit=turn credits the turns of episodes, and without an environment, tools or agent there are none; "
-        "allowed: with episode.environment, episode.tools or episode.agent, or credit=episode.",
+        "algorithm.credit=turn credits the turns of episodes, and without an environment, tools or agent there are "
+        "none; allowed: with episode.environment, episode.tools or episode.agent, or credit=episode.",
     )
     check(
         not (by_turn and config.buffer.filter_zero_spread),

