@@ -32,6 +32,11 @@ FOUND = {
     482: "after the last step a finished rollout made room, and new groups were begun while the run was ending",
 }
 
+FOUND_OF_EPISODES = {
+    26: "a turn that waited for a replica was taken for an episode to begin, while its worker was being replaced",
+    205: "no reward worker heard that a failed episode had made its group whole",
+}
+
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # calls that the end of a run left unmade
 
 
@@ -74,6 +79,11 @@ def test_every_mode_is_drawn() -> None:
 @pytest.mark.parametrize("seed", FOUND, ids=FOUND.get)
 def test_what_was_found_stays_repaired(seed: int) -> None:
     assert simulate(seed).broken == []
+
+
+@pytest.mark.parametrize("seed", FOUND_OF_EPISODES, ids=FOUND_OF_EPISODES.get)
+def test_what_was_found_of_episodes_stays_repaired(seed: int) -> None:
+    assert simulate(seed, episodes=True).broken == []
 
 
 def test_a_seed_is_the_same_run_each_time() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from asyncrlhf.cluster.local_runtime import LocalEpisodes, LocalGenerator, LocalLearner, LocalRuntime
+from asyncrlhf.errors import LearnerLostError
 from tests.integration.test_local_loop import TAIL, interrupt_after
 from tests.loop import FAKE, Finished, meddle, run, train_nothing
 from tests.ray_run import watch
@@ -226,3 +227,18 @@ def test_the_learner_is_busy_while_tools_take_ten_times_the_sampling(
     assert_whole(done)
     begun, ended = done.metrics[19]["wall_time"], done.metrics[-1]["wall_time"]
     assert 100 * 0.3 / (ended - begun) >= 0.9
+
+
+@pytest.mark.parametrize("turns", [(), SLOW], ids=["answers", "episodes"])
+def test_an_evaluation_does_not_wait_for_a_replica_that_waits_for_a_dead_learner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: tuple[str, ...]
+) -> None:
+    """Both die in the first evaluation: the run ends at once, and names the learner."""
+
+    def both(runtime: LocalRuntime) -> None:
+        for what in ("learner", "generator"):
+            kill(what, 0.3)(runtime)
+
+    meddle(monkeypatch, both)
+    with pytest.raises(LearnerLostError, match="learner-0 died"):
+        run(tmp_path, *FAKE, *turns, "steps=5", "generator.fake.latency_median=2")

@@ -172,6 +172,7 @@ class Episodes:
             self._assembly.failed(rollout_id, group.group_id, failure.error, None)
             for annotator in self._annotators:
                 annotator.arrived([])  # its group may be whole now
+            self._state.progressed(self._state.queue)
 
     def call_off(self, rollout_ids: Collection[int]) -> None:
         """Give up episodes that were dropped; the caller tells the replicas that sample a turn of them."""

@@ -66,7 +66,8 @@ def made(*names: str) -> tuple[Episodes, Any, list[Worker], Assembly]:
     group = SimpleNamespace(epoch=0, group_id=0, newest=-1)
     state: Any = SimpleNamespace(
         episodes=EpisodeTable(), requeue=deque(), replicas=[], ledger=Ledger(), now=lambda: 5.0, epoch=0,
-        groups=dict.fromkeys(range(99), group), config=SimpleNamespace(num_generations=1), touch=nothing, emptied=None,
+        groups=dict.fromkeys(range(99), group), config=SimpleNamespace(num_generations=1), touch=nothing,
+        emptied=None, queue=None,
         message=nothing, progressed=nothing, expect_no_more=nothing, room=SimpleNamespace(notify=nothing),
         journal=SimpleNamespace(note=nothing),
     )  # fmt: skip
