@@ -79,7 +79,7 @@ class NoText(Strange):
 class Floods(Strange):
     async def step(self, reply: ParsedReply) -> Step:
         step = await super().step(reply)
-        return Step("9" * 10**9) if self.strange and not step.done else step
+        return Step("9" * 10**8) if self.strange and not step.done else step
 
 
 class BadReward(Strange):

@@ -211,6 +211,7 @@ class TimerRuntime:
     maps = False
     references: Sequence[Any] = ()
     critics: Sequence[Any] = ()
+    episodes: Sequence[Any] = ()
 
     def __init__(self, replicas: int, meter: Meter) -> None:
         self.generators: list[Any] = [TimerGenerator(f"generator-{i}", meter) for i in range(replicas)]

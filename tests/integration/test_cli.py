@@ -64,6 +64,8 @@ COLUMNS = [
     "consumed_at",
     "epoch",
     "extra",
+    "turns",
+    "episode_reward",
 ]
 TINY = ("runtime=local", "batch_size=16", "learner.learning_rate=1e-4", "task.heldout_size=8", "logging.progress=none")
 BARE = (*TINY, "logging.wandb=disabled", "logging.report=false")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncrlhf.cluster.ray_handles import RayLearner
+from asyncrlhf.cluster.ray_handles import RayGenerator, RayLearner
 from asyncrlhf.orchestrator.controller import Controller
 from asyncrlhf.orchestrator.rollouts.dispatch import request_seed
 from asyncrlhf.orchestrator.rollouts.episodes import Episodes
@@ -56,14 +56,16 @@ def test_killed_parts_lose_no_episode(
             await until(lambda: worker.name in table.at.values(), "episodes at the worker")
             await strike(worker.actor, signal.SIGKILL)
             await until(lambda: worker.restarts == 1 and not controller._episodes._down, "the worker's return")  # type: ignore[union-attr]
-        if state.version == 4:
-            replica = state.replicas[0]
-            await until(lambda: replica.in_flight, "turns at the replica")
+
+    async def in_a_turn(handle: RayGenerator, *_: Any) -> None:
+        state = controllers[0].state
+        replica = next(replica for replica in state.replicas if replica.handle is handle)
+        if state.version >= 4 and not turns:
             turns.update(replica.in_flight)
-            await strike(replica.handle.actor, signal.SIGKILL)  # type: ignore[attr-defined]
-            await until(lambda: replica.restarts == 1 and replica.takes_work, "the replica's return")
+            await strike(handle.actor, signal.SIGKILL)
 
     before(monkeypatch, RayLearner, "train", in_a_step)
+    before(monkeypatch, RayGenerator, "submit_turns", in_a_turn)
     before(monkeypatch, Episodes, "_take_back", note_lost)
     done = run(tmp_path, *SMALL, *world("Rare"), "steps=7", "generator.replicas=2")
     assert_whole(done)

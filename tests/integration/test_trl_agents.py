@@ -76,7 +76,8 @@ def test_tools(tmp_path: Path, runtime: str, request: pytest.FixtureRequest) -> 
     ended(run, runtime)
 
 
-@pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=pytest.mark.more)])
+@pytest.mark.more
+@pytest.mark.parametrize("runtime", ["local", "ray"])
 def test_an_environment(tmp_path: Path, runtime: str, request: pytest.FixtureRequest) -> None:
     if runtime == "ray":
         request.getfixturevalue("ray_local")
@@ -98,6 +99,7 @@ def test_an_environment(tmp_path: Path, runtime: str, request: pytest.FixtureReq
     ended(run, runtime)
 
 
+@pytest.mark.more
 def test_a_dictionary_of_environments(tmp_path: Path) -> None:
     """The row chooses; one without a reward of its own leaves it to the others, and here nobody has one for it."""
     model = calling_model(tmp_path / "model", STEPS)
@@ -118,6 +120,7 @@ def test_a_dictionary_of_environments(tmp_path: Path) -> None:
     assert set(seen.reward[seen.prompt.str.contains("Count")]) > {0.25, 0.5}
 
 
+@pytest.mark.more
 def test_an_environment_that_asks_itself(tmp_path: Path) -> None:
     """Without a dataset; the rollouts of a group are asked the same."""
     model = calling_model(tmp_path / "model", STEPS)

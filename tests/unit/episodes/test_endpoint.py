@@ -493,10 +493,11 @@ async def test_processes_play_twenty_episodes() -> None:
     ],
 )
 async def test_processes_that_fail_are_failed_episodes(command: str, said: str) -> None:
+    before = {process.pid for process in psutil.Process().children()}  # of other tests
     async with opened(agent_command=command, episode_seconds=2.0) as driver:
         with pytest.raises(EpisodeError, match=said):
             await driver.play(asked(), Sampler("5"))
-    assert not psutil.Process().children()
+    assert not {process.pid for process in psutil.Process().children()} - before
 
 
 def test_settings_that_cannot_be_are_refused() -> None:
