@@ -121,7 +121,7 @@ class Rollout:
     @property
     def sampled(self) -> NDArray[np.bool_]:
         """[L] which tokens of the response the policy sampled; the others were observed."""
-        return self.policy_versions != OBSERVED
+        return np.not_equal(self.policy_versions, OBSERVED)
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.behavior_logprobs), len(self.policy_versions)}

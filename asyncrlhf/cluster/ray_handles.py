@@ -131,16 +131,17 @@ class RayGenerator(RayPart[GeneratorWorker]):
 
     async def generate(self, items: Sequence[GenerationRequest]) -> list[Rollout]:
         ids = [item.rollout_id for item in items]
-        await self.call(LONG_SECONDS, GeneratorWorker.submit, items)
-        return await within(LONG_SECONDS, self.name, "generate", self._answers(ids), ids)
+        submitted = self.call(LONG_SECONDS, GeneratorWorker.submit, items)
+        return await within(LONG_SECONDS, self.name, "generate", self._answers(submitted, ids), ids)
 
     async def generate_turn(self, rollout_id: int, turn: Payload) -> list[Rollout]:
         addresses, bundles = addressed([turn])
-        await ask(self.name, self.actor.turns.remote(addresses, *bundles), LONG_SECONDS, "submit")
-        return await within(LONG_SECONDS, self.name, "generate", self._answers([rollout_id]), [rollout_id])
+        submitted = ask(self.name, self.actor.turns.remote(addresses, *bundles), LONG_SECONDS, "submit")
+        return await within(LONG_SECONDS, self.name, "generate", self._answers(submitted, [rollout_id]), [rollout_id])
 
-    async def _answers(self, ids: Sequence[int]) -> list[Rollout]:
+    async def _answers(self, submitted: Awaitable[None], ids: Sequence[int]) -> list[Rollout]:
         """Ask repeatedly, so that the replica's progress (``beat``) is known."""
+        await submitted
         while True:
             found, self.beat = await ask(self.name, self.actor.answers.remote(ids), LONG_SECONDS, "answers")
             if found is not None:
