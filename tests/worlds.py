@@ -90,7 +90,7 @@ class BadReward(Strange):
 class Rare(Sums):
     """Something is wrong with few episodes; the others take a while."""
 
-    SECONDS, ONE_IN = 0.2, 41
+    SECONDS, ONE_IN = 0.2, 90  # of the first 128 rollouts of seed 0 one, with the id 37
 
     @classmethod
     def is_strange(cls, seed: int) -> bool:

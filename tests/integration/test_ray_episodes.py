@@ -102,7 +102,7 @@ def test_who_ends_its_worker_again_and_again_fails_alone(
     cause: str,
 ) -> None:
     controllers = watch(monkeypatch)
-    done = run(tmp_path, *SMALL, *world(kind.__name__), *options, "steps=5", "async.max_staleness=1")
+    done = run(tmp_path, *SMALL, *world(kind.__name__), *options, "steps=6", "async.max_staleness=1")
     assert_whole(done)
     rows = done.rollouts
     failed = rows[rows.state == "failed"]
