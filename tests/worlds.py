@@ -147,3 +147,6 @@ class RaisesAtReset(Strange):
         await super().reset(row)
         if self.strange:
             raise KeyError("no such level")
+
+
+SEVERAL = {"sums": Sums, "one": OneSum}

@@ -61,18 +61,16 @@ class EpisodeSpec:
             talk,
             PromptEncoder(tokenizer, task),
             self.context,
-            task.system_prompt,
             task.chat_template,
         )
 
 
 @dataclass(frozen=True)
 class TurnWanted:
-    """A turn that an episode waits for; its request, with ``tokens`` of context, lies behind ``payload``."""
+    """A turn that an episode waits for; its request lies behind ``payload``."""
 
     rollout_id: int
     tag: int
-    tokens: int
     payload: Payload
 
 
@@ -89,7 +87,7 @@ class EpisodeNews:
 def news_of(worker: EpisodeWorker) -> tuple[EpisodeNews, list[GenerationRequest], RolloutBundle]:
     """The facts, and the bundles for their payloads (:func:`told`)."""
     requests, rollouts, failed = worker.take()
-    wanted = [TurnWanted(r.rollout_id, r.tag, len(r.prompt_ids), Payload(None, i)) for i, r in enumerate(requests)]
+    wanted = [TurnWanted(r.rollout_id, r.tag, Payload(None, i)) for i, r in enumerate(requests)]
     return EpisodeNews(wanted, describe(rollouts), failed, worker.playing), requests, RolloutBundle(rollouts)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from asyncrlhf.episodes.conversation import Conversation
-from asyncrlhf.episodes.environment import Caller, Environment, EpisodeError, Message, Step
+from asyncrlhf.episodes.environment import Caller, Environment, EpisodeError, Step
 from asyncrlhf.episodes.episode_config import EpisodeConfig
 from asyncrlhf.episodes.observed_tokens import ObservedTextError
 from asyncrlhf.episodes.row import Row, Sample, finite, row_of
@@ -35,7 +35,6 @@ class Driver:
         talk: Conversation,
         encoder: PromptEncoder,
         context: int,
-        system_prompt: str = "",
         chat: bool = False,
     ) -> None:
         self._config = config
@@ -43,7 +42,6 @@ class Driver:
         self._talk = talk
         self._encode = encoder
         self._context = context
-        self._system_prompt = system_prompt
         self._chat = chat
 
     @property
@@ -96,8 +94,11 @@ class Driver:
     def check(self, prompt: Prompt) -> list[str]:
         """Open an episode of this prompt, without its reset. Raises ConfigError if that cannot be; returns sentences
         about the chat template for the user."""
-        row = row_of(prompt)
-        self._opening(prompt, self._world.environment(row), None)
+        try:
+            environment = self._world.environment(row_of(prompt))
+        except EpisodeError as error:
+            raise ConfigError(str(error)) from error
+        self._opening(prompt, environment, None)
         return [self._talk.note] if self._talk.note else []
 
     def _opening(self, prompt: Prompt, environment: Environment, observation: str | None) -> Prompt:
@@ -111,17 +112,11 @@ class Driver:
                 self._talk.opening(prompt.text, tools)  # refuses tools without a chat template
                 raise ConfigError("episode.tools need task.chat_template=true, or prompts that are conversations.")
             return self._encode(prompt.prompt_id, prompt.text + told, prompt.answer, prompt.metadata)
-        asked = [dict(message) for message in prompt.messages or self._as_messages(prompt.text)]
+        asked = [dict(message) for message in self._encode.messages(prompt.messages or prompt.text)]
         asked[-1]["content"] = str(asked[-1]["content"]) + told
-        told_first: list[Message] = []
-        if self._system_prompt and asked[0]["role"] != "system":
-            told_first = [{"role": "system", "content": self._system_prompt}]
-        ids = self._talk.opening([*told_first, *asked], tools)
-        given = None if prompt.messages is None else asked
-        return replace(prompt, token_ids=ids, text=prompt.text + told, messages=given)
-
-    def _as_messages(self, text: str) -> list[Message]:
-        return [{"role": "user", "content": text}]
+        # As in TRL, reward functions get the dataset's own messages, without the system prompt.
+        given = None if prompt.messages is None else asked[-len(prompt.messages) :]
+        return replace(prompt, token_ids=self._talk.opening(asked, tools), text=prompt.text + told, messages=given)
 
     async def _turns(
         self, request: GenerationRequest, environment: Environment, row: Row, sample: Sample

@@ -99,15 +99,24 @@ class PromptEncoder:
         )
 
     def _token_ids(self, text: str) -> list[int]:
-        text = self._config.prompt_template.replace("{prompt}", text)
         if not self._config.chat_template:
+            text = self._config.prompt_template.replace("{prompt}", text)
             for key in ("system_prompt", "chat_template_kwargs"):
                 check(not getattr(self._config, key), f"task.{key} needs task.chat_template=true.")
             return list(self._tokenizer(text).input_ids)
-        messages = [{"role": "user", "content": text}]
-        if self._config.system_prompt:
-            messages.insert(0, {"role": "system", "content": self._config.system_prompt})
-        return self._rendered_ids(messages)
+        return self._rendered_ids(self.messages(text))
+
+    def messages(self, given: str | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """The conversation that the chat template formats: of a text one message of the user, in
+        ``task.prompt_template``; with ``task.system_prompt`` before it, unless it has a system message."""
+        asked: Sequence[Mapping[str, Any]]
+        if isinstance(given, str):
+            asked = [{"role": "user", "content": self._config.prompt_template.replace("{prompt}", given)}]
+        else:
+            asked = given
+        if self._config.system_prompt and asked[0]["role"] != "system":
+            return [{"role": "system", "content": self._config.system_prompt}, *asked]
+        return [*asked]
 
     def _conversation_ids(self, prompt_id: str, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         if not self._tokenizer.chat_template:
@@ -116,9 +125,7 @@ class PromptEncoder:
             )
         if self._config.prompt_template != "{prompt}":
             raise ConfigError(f"task.prompt_template is for texts, and the prompt {prompt_id} is a conversation.")
-        if self._config.system_prompt and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self._config.system_prompt}, *messages]
-        return self._rendered_ids(messages)
+        return self._rendered_ids(self.messages(messages))
 
     def _rendered_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The tokens of a chat; an assistant's last message is continued by the model, as in TRL."""

@@ -393,7 +393,7 @@ class FaultyEpisodes(Mortal, LocalEpisodes):
 
     def kill(self) -> None:
         super().kill()
-        self.worker.changed.set()  # whoever waits for news hears of it
+        self.worker.changed.set()  # a collect that waits for news hears of it
 
     async def restart(self, error: ReplicaError, counts: bool = True) -> None:
         self.die("ended")

@@ -246,4 +246,4 @@ def test_planted_bugs_of_episodes_are_caught(
     bug: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bug(monkeypatch)
-    assert any(simulate(seed, episodes=True).broken for seed in seeds_of("0-99")), f"nobody noticed: {bug.__name__}"
+    assert any(simulate(seed, episodes=True).broken for seed in seeds_of("0-99")), f"not noticed: {bug.__name__}"

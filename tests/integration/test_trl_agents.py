@@ -101,7 +101,7 @@ def test_an_environment(tmp_path: Path, runtime: str, request: pytest.FixtureReq
 
 @pytest.mark.more
 def test_a_dictionary_of_environments(tmp_path: Path) -> None:
-    """The row chooses; one without a reward of its own leaves it to the others, and here nobody has one for it."""
+    """The row chooses; one without a reward of its own leaves it to the others, and here no part has one for it."""
     model = calling_model(tmp_path / "model", STEPS)
     chosen = ["counter", "still"]
     rows = [

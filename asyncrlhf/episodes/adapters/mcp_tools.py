@@ -94,7 +94,7 @@ class _Session:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._serve(target))
-        # The server is another program, and its client raises groups of errors; whoever waits gets the first.
+        # The server is another program, and its client raises groups of errors; the caller gets the first.
         except Exception as error:
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]

@@ -80,7 +80,7 @@ def episodes(ragged: bool = False) -> tuple[Episode, ...]:
 @cache
 def policies() -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
     """The sampler, LAG learner steps old, and the present model."""
-    with torch.enable_grad():  # whoever asks first
+    with torch.enable_grad():  # the first caller may be in no_grad
         return policy(0, 0.1), course(LAG, rate=2e-2)[1]
 
 
@@ -377,7 +377,7 @@ def test_only_sequences_without_an_advantage_in_any_turn_are_idle(advantage: str
 
 def values_of(exact: bool, gamma: float = 1.0) -> list[np.ndarray]:
     """Of the state before each token of each response; exact ones are those of the present policy. Others are random,
-    and all depend on what lies before alone; those at observed tokens are NaN, which nobody may read."""
+    and all depend on what lies before alone; those at observed tokens are NaN, which nothing may read."""
     known = state_values(gamma) if exact else {}
     draws, found = np.random.default_rng(8), []
     for episode in episodes():

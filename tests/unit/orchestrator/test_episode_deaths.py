@@ -90,13 +90,13 @@ async def test_only_the_episode_that_ends_its_worker_fails() -> None:
     """Of three that were at work at two deaths one begins at a time; the others wait, and go on when it has failed."""
     episodes, state, (worker,), assembly = made("episode-0")
     episodes.begin([request(i) for i in (1, 2, 3, 4)])
-    state.episodes.wanted[4] = TurnWanted(4, 0, 2, Payload(None, 0))
+    state.episodes.wanted[4] = TurnWanted(4, 0, Payload(None, 0))
     for deaths in range(1, DEATHS_ALLOWED + 1):
         assert await episodes._replace(worker, ReplicaError("episode-0 died."))  # type: ignore[arg-type]
         assert state.episodes.deaths == {1: deaths, 2: deaths, 3: deaths} and not assembly.failures
         assert sorted(state.requeue) == [1, 2, 3, 4]
         begin_again(episodes, state)
-        state.episodes.wanted[4] = TurnWanted(4, 0, 2, Payload(None, 0))
+        state.episodes.wanted[4] = TurnWanted(4, 0, Payload(None, 0))
     assert state.episodes.at.keys() == {1, 4} and list(state.requeue) == [2, 3]
     await episodes._replace(worker, ReplicaError("episode-0 died."))  # type: ignore[arg-type]
     assert assembly.failures == {1: "Its episode worker died 3 times with it: episode-0 died."}
@@ -141,7 +141,7 @@ def test_a_late_turn_of_an_attempt_before_is_not_the_turn_that_is_waited_for() -
     handle: Any = SimpleNamespace(name="generator-0", slots=4)
     replica = Replica(handle, in_flight={1})
     episodes.begin([request(1)])
-    state.episodes.wanted[1] = TurnWanted(1, ATTEMPT, 2, Payload(None, 0))
+    state.episodes.wanted[1] = TurnWanted(1, ATTEMPT, Payload(None, 0))
     episodes.turned(replica, Collected([info(1, 0)]))
     assert replica.in_flight == {1} and not worker.turns and 1 in state.episodes.wanted
     episodes.turned(replica, Collected([info(1, ATTEMPT), info(1, ATTEMPT)]))
