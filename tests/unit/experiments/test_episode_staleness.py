@@ -1,0 +1,59 @@
+"""The study of episodes under staleness: what its environment rewards, and which versions its areas compare."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+worlds = import_module("experiments.34_episode_staleness.worlds")
+(A, B), (C, D) = np.random.default_rng(7).integers(0, 100, (2, 2)).tolist()  # the products of a row's seed
+
+
+def reply(text: str = "", **arguments: str) -> Any:
+    calls = [SimpleNamespace(name="calculator", arguments=arguments)] if arguments else []
+    return SimpleNamespace(text=text, tool_calls=calls)
+
+
+def play(*replies: Any) -> list[Any]:
+    """The steps after these replies."""
+
+    async def steps() -> list[Any]:
+        world = worlds.Two()
+        assert await world.reset({"seed": 7}) == f"{A}*{B}="
+        return [await world.step(said) for said in replies]
+
+    return asyncio.run(steps())
+
+
+def test_a_turn_is_right_by_its_call_or_by_its_answer() -> None:
+    called, answered = play(reply(expression=f"{A}*{B}"), reply(str(C * D)))
+    assert [(m["role"], m["content"]) for m in called.observation] == [("tool", str(A * B)), ("user", f"{C}*{D}=")]
+    assert (called.reward, called.done) == (0.5, False)
+    assert (answered.reward, answered.done) == (0.5, True)
+
+
+WRONG = {
+    "answer": reply(str(A * B + 1)),
+    "expression": reply(expression=f"{C}*{D}"),
+    "cut": reply(expression=f"{A}*"),
+    "division": reply(expression="1/0"),
+    "argument": reply(other=f"{A}*{B}"),
+}
+
+
+@pytest.mark.parametrize("said", WRONG.values(), ids=WRONG)
+def test_another_answer_earns_nothing(said: Any) -> None:
+    (step,) = play(said)
+    assert (step.reward, step.done) == (0.0, False)
+
+
+@pytest.mark.parametrize("lag", [0, 4, 8])
+def test_areas_of_all_lags_are_of_the_same_versions(lag: int) -> None:
+    lab = import_module("experiments.34_episode_staleness.lag")
+    rewards = [float(max(0, step - lag)) for step in range(lab.STEPS)]  # each version's reward is its number
+    assert lab.area(rewards, lag) == np.mean(range(lab.STEPS - lab.LAST))
