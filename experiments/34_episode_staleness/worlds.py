@@ -16,7 +16,8 @@ from asyncrlhf.episodes.tools import calculator, schema_of
 
 class One(Environment):
     """``QUESTIONS`` products of two numbers below 100, one a turn. A turn is right if it says the product, or calls the
-    calculator with an expression of its value; the reward is the share of right turns, earned turn by turn."""
+    calculator with an expression of its value; the reward is the share of right turns. A turn that reaches the
+    episode's limit is cut off before the environment sees it, and is wrong."""
 
     QUESTIONS = 1
 
@@ -26,7 +27,7 @@ class One(Environment):
 
     async def reset(self, row: Mapping[str, Any]) -> str:
         self._pairs = np.random.default_rng(row["seed"]).integers(0, 100, (self.QUESTIONS, 2)).tolist()
-        self._turn = 0
+        self._turn, self._right = 0, 0
         return self._question()
 
     def _question(self) -> str:
@@ -39,11 +40,14 @@ class One(Environment):
         for call in reply.tool_calls[:1]:
             said = answer_of(call.arguments)
             told.append({"role": "tool", "name": call.name, "content": said})
-        reward = float(said == str(left * right)) / self.QUESTIONS
+        self._right += said == str(left * right)
         self._turn += 1
         if self._turn == self.QUESTIONS:
-            return Step(done=True, reward=reward)
-        return Step([*told, {"role": "user", "content": self._question()}], reward=reward)
+            return Step(done=True)
+        return Step([*told, {"role": "user", "content": self._question()}])
+
+    async def reward(self) -> float:
+        return self._right / self.QUESTIONS
 
 
 def answer_of(arguments: Mapping[str, Any]) -> str:

@@ -19,22 +19,21 @@ def reply(text: str = "", **arguments: str) -> Any:
     return SimpleNamespace(text=text, tool_calls=calls)
 
 
-def play(*replies: Any) -> list[Any]:
-    """The steps after these replies."""
+def play(*replies: Any) -> tuple[list[Any], float]:
+    """The steps after these replies, and the episode's reward."""
 
-    async def steps() -> list[Any]:
+    async def steps() -> tuple[list[Any], float]:
         world = worlds.Two()
         assert await world.reset({"seed": 7}) == f"{A}*{B}="
-        return [await world.step(said) for said in replies]
+        return [await world.step(said) for said in replies], await world.reward()
 
     return asyncio.run(steps())
 
 
 def test_a_turn_is_right_by_its_call_or_by_its_answer() -> None:
-    called, answered = play(reply(expression=f"{A}*{B}"), reply(str(C * D)))
+    (called, answered), reward = play(reply(expression=f"{A}*{B}"), reply(str(C * D)))
     assert [(m["role"], m["content"]) for m in called.observation] == [("tool", str(A * B)), ("user", f"{C}*{D}=")]
-    assert (called.reward, called.done) == (0.5, False)
-    assert (answered.reward, answered.done) == (0.5, True)
+    assert (called.done, answered.done, reward) == (False, True, 1.0)
 
 
 WRONG = {
@@ -47,9 +46,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize("said", WRONG.values(), ids=WRONG)
-def test_another_answer_earns_nothing(said: Any) -> None:
-    (step,) = play(said)
-    assert (step.reward, step.done) == (0.0, False)
+def test_another_answer_earns_nothing_and_a_missing_one_neither(said: Any) -> None:
+    assert play(said, reply(str(C * D)))[1] == play(reply(str(A * B)))[1] == 0.5
 
 
 @pytest.mark.parametrize("lag", [0, 4, 8])
