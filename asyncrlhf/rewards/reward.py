@@ -309,10 +309,12 @@ class LengthSource(RewardSource):
 
 
 class EnvironmentSource(RewardSource):
-    """The reward that an episode's environment gave; None if it gave none."""
+    """The reward that an episode's environment gave; None if it gave none. An episode that was cut off before it gave
+    one scores 0: if it were left out, a model could escape a bad score by running on."""
 
     def scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        return [rollout.episode_reward for rollout in rollouts]
+        given = [(r.episode_reward, r.finish_reason) for r in rollouts]
+        return [0.0 if reward is None and reason == "length" else reward for reward, reason in given]
 
 
 def call_with_timeout(call: Callable[[], Any], seconds: float, who: str = "The reward function") -> Any:

@@ -91,6 +91,8 @@ def run(cell: Cell, model: str) -> tuple[dict[str, Any], list[float]]:
         config = load_config([*overrides(cell), f"model.path={model}", f"run_dir={folder}/run"])
         summary = train(config)
         frame = pd.DataFrame(read_metrics(Path(folder) / "run" / METRICS_FILE))
+    if summary["exit_reason"] != "done":
+        raise KeyboardInterrupt
     heldout = summary["heldout_accuracy"]
     row = dict(zip(KEY, astuple(cell), strict=True)) | {"before": heldout["before"], "after": heldout["after"]}
     rewards = frame.reward_mean.tolist()

@@ -183,6 +183,17 @@ def test_a_faulty_world_costs_single_episodes(tmp_path: Path, world: str, cause:
     assert len(done.metrics) == 8
 
 
+def test_an_episode_cut_off_in_its_first_turn_scores_nothing_and_trains(tmp_path: Path) -> None:
+    """The environment has not seen the turn, and gives no reward."""
+    done = run(
+        tmp_path, *FAKE, "episode.environment=tests.worlds:OneSum", SCORED, "steps=2",
+        "generator.max_completion_length=2", "generator.fake.correct_probability=0",
+    )  # fmt: skip
+    assert_whole(done)
+    assert done.summary["ledger"]["trained"] == 2 * 16 and (done.trained.reward == 0).any()
+    assert done.summary["heldout_accuracy"]["after"] == 0
+
+
 def test_the_environment_that_is_waited_for_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     controllers, said = watch(monkeypatch), list[str]()
 
