@@ -66,13 +66,14 @@ def slopes(runs: pd.DataFrame, column: str) -> str:
 
 
 def between(runs: pd.DataFrame, column: str) -> str:
-    """Markdown: by how much a correction's runs exceed those without one, of the same seed."""
-    lines = ["| turns | lag | " + " | ".join(CORRECTIONS[1:]) + " |", "|---|---|---|---|"]
-    for (turns, lag), cells in runs[runs.lag > 0].groupby(["turns", "lag"]):
-        by_seed = cells.pivot(index="seed", columns="correction", values=column)
-        texts = [shown(by_seed[name] - by_seed["none"]) for name in CORRECTIONS[1:]]
-        lines.append(f"| {turns} | {lag} | " + " | ".join(texts) + " |")
-    return "\n".join(lines)
+    """Lines: how much one correction's runs exceed another's of the same turns, lag and seed; all stale runs."""
+    by_run = runs[runs.lag > 0].pivot(index=["turns", "lag", "seed"], columns="correction", values=column)
+    pairs = (("decoupled", "none"), ("tis", "none"), ("tis", "decoupled"))
+    differences = [(one, other, by_run[one] - by_run[other]) for one, other in pairs]
+    return "\n".join(
+        f"{one} over {other}: {shown(found)}, more in {(found > 0).sum()} of {len(found)}"
+        for one, other, found in differences
+    )
 
 
 def tools_table(runs: pd.DataFrame) -> str:
@@ -131,11 +132,11 @@ def draw_lag(axes: Axes, runs: pd.DataFrame) -> None:
 def main() -> None:
     lag, tools = of_lag(), pd.read_csv(HERE / "tools.csv")
     print(f"before: {lag.groupby('turns').before.mean().to_dict()}")
-    for column in ("after", "area", "ess_fraction", "ess_fraction_seq"):
+    for column in ("after", "after_cost", "area", "area_cost", "ess_fraction", "ess_fraction_seq"):
         print(f"\n{column}\n\n{table(lag, column)}")
     for column in ("after", "area"):
         print(f"\ncost of the lag in {column}, for each doubling of the turns\n\n{slopes(lag, f'{column}_cost')}")
-        print(f"\n{column}: more than without a correction\n\n{between(lag, column)}")
+        print(f"\n{column}\n\n{between(lag, column)}")
     for runtime, own in tools.groupby("runtime"):
         print(f"\n{runtime}\n\n{tools_table(own)}")
     draw(lag, tools)
