@@ -28,6 +28,7 @@ from asyncrlhf.sweeps.plan import plan_sweep
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FILE = re.compile(r"^```python\n# (\w+\.py)\n(.*?)^```", re.MULTILINE | re.DOTALL)  # what a page tells to write
 BLOCK = re.compile(r"^```(?:bash|sh)?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 STARTS = ("asyncrlhf ", "make ", "ray job submit ")
 
@@ -136,11 +137,15 @@ def resolve(words: Sequence[str]) -> None:
         load_config(rest)
 
 
-def furnish(folder: Path) -> None:
-    """What the pages take for granted: a model, prompts, demonstrations, functions of the user's own."""
+def furnish(folder: Path, page: Path | None = None) -> None:
+    """What the pages take for granted: a model, prompts, demonstrations, functions of the user's own; and the files that
+    this page shows."""
     folder.mkdir(exist_ok=True)
+    tiny = "tiny-tools" if page is not None and page.stem == "episodes" else "tiny-arithmetic"
     for model in ("my-model", "BASE"):
-        shutil.copytree(ROOT / "asyncrlhf" / "assets" / "tiny-arithmetic", folder / model)
+        shutil.copytree(ROOT / "asyncrlhf" / "assets" / tiny, folder / model)
+    for name, text in FILE.findall(page.read_text()) if page is not None else ():
+        (folder / name).write_text(text)
     sums = [(f"{i}+{j}=", str(i + j)) for i in range(2, 9) for j in range(3, 9)]
     rows = [f'{{"prompt": "{q}", "answer": "{a}"}}' for q, a in sums]
     for name in ("my.jsonl", "prompts.jsonl"):
@@ -185,8 +190,8 @@ def test_a_handful_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Path]:
     """A page's folder, in which its commands run one after the other."""
     made = {page: tmp_path_factory.mktemp(page.stem) / "page" for page in PAGES}
-    for folder in made.values():
-        furnish(folder)
+    for page, folder in made.items():
+        furnish(folder, page)
     reporting = [page for page, command in ALL if command.startswith("asyncrlhf report")]
     for page in dict.fromkeys(reporting):
         furnish_runs(made[page])

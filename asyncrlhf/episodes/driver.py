@@ -12,7 +12,9 @@ from asyncrlhf.episodes.conversation import Conversation
 from asyncrlhf.episodes.environment import Caller, Environment, EpisodeError, Step
 from asyncrlhf.episodes.episode_config import EpisodeConfig
 from asyncrlhf.episodes.observed_tokens import ObservedTextError
+from asyncrlhf.episodes.own_time import OwnTime
 from asyncrlhf.episodes.row import Row, Sample, finite, row_of
+from asyncrlhf.episodes.step_times import StepTimes
 from asyncrlhf.episodes.world import World
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.tasks.task import PromptEncoder
@@ -43,6 +45,7 @@ class Driver:
         self._encode = encoder
         self._context = context
         self._chat = chat
+        self.steps = StepTimes()
 
     @property
     def calls(self) -> Caller:
@@ -58,12 +61,12 @@ class Driver:
         row = row_of(prompt)
         try:
             environment = self._world.environment(row)
-            async with asyncio.timeout(self._config.episode_seconds) as limit:
+            async with OwnTime(self._config.episode_seconds) as limit:
                 begun = {"seed": request.seed, **self._world.row(row)}
                 observation = await self._call("reset", environment.reset, begun)
                 packed = Row(self._opening(prompt, environment, observation))
                 try:
-                    reason = await self._turns(request, environment, packed, sample)
+                    reason = await self._turns(request, environment, packed, limit.around(sample))
                 except TimeoutError:
                     if not limit.expired() or not packed.turns:
                         raise
@@ -98,7 +101,10 @@ class Driver:
             environment = self._world.environment(row_of(prompt))
         except EpisodeError as error:
             raise ConfigError(str(error)) from error
-        self._opening(prompt, environment, None)
+        try:
+            self._opening(prompt, environment, None)
+        finally:
+            asyncio.run(self._close(environment))
         return [self._talk.note] if self._talk.note else []
 
     def _opening(self, prompt: Prompt, environment: Environment, observation: str | None) -> Prompt:
@@ -141,7 +147,9 @@ class Driver:
                 step = await environment.step(reply)
             else:
                 step = await self._call("step", environment.step, reply)
-            row.answered(step, clock() - began)
+            ended = clock()
+            row.answered(step, ended - began)
+            self.steps.add(step.tools, began, ended)
             if step.done or (step.failures and config.on_tool_error == "end"):
                 return "stop"
             if len(row.turns) >= config.max_turns or not self._observe(row, turn, step, most):

@@ -73,7 +73,13 @@ def confine(config: SandboxConfig) -> None:
     """Limit this process and its future children; call it before there are threads. Raises ConfigError
     if the network cannot be removed here."""
     if not config.network:
-        _leave_network()
+        try:
+            enter(NEW_NET)
+        except OSError as error:
+            raise ConfigError(
+                "reward.sandbox.network=false is not possible on this machine, whose kernel provides no network "
+                f"namespace ({error.strerror}); allowed here: true."
+            ) from error
     with suppress(OSError, AttributeError):  # Linux only; not essential elsewhere
         ctypes.CDLL(None, use_errno=True).prctl(SUBREAPER, 1, 0, 0, 0)
     _limit(resource.RLIMIT_AS, int(config.memory_gb * 2**30))
@@ -97,17 +103,14 @@ def _limit(kind: int, value: int) -> None:
         resource.setrlimit(kind, (wanted, wanted))
 
 
-def _leave_network() -> None:
-    """Enter a network namespace without active interfaces, in a user namespace without root."""
+def enter(spaces: int) -> None:
+    """Enter new namespaces of these kinds, such as a network without active interfaces; without root in a user
+    namespace. Raises OSError where the kernel gives none."""
     libc, user, group = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
-    if libc.unshare(NEW_NET) == 0:
+    if libc.unshare(spaces) == 0:
         return
-    if libc.unshare(NEW_USER | NEW_NET) != 0:
-        reason = os.strerror(ctypes.get_errno())
-        raise ConfigError(
-            "reward.sandbox.network=false is not possible on this machine, whose kernel provides no network namespace "
-            f"({reason}); allowed here: true."
-        )
+    if libc.unshare(NEW_USER | spaces) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
         Path(f"/proc/self/{name}").write_text(text)
 

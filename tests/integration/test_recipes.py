@@ -26,6 +26,7 @@ GPUS = {
     "gsm8k_rho_1b": 4,
     "gsm8k_qwen_0.5b": 2,
     "gsm8k_qwen_1.5b": 3,
+    "gsm8k_python_qwen3_1.7b": 3,
 }
 # What a published number was measured with: steps, batch, rate, responses a prompt, new tokens, beta, temperature.
 PUBLISHED = {
