@@ -138,8 +138,8 @@ def resolve(words: Sequence[str]) -> None:
 
 
 def furnish(folder: Path, page: Path | None = None) -> None:
-    """What the pages take for granted: a model, prompts, demonstrations, functions of the user's own; and the files that
-    this page shows."""
+    """What the pages take for granted: a model, prompts, demonstrations, functions of the user's own; and what
+    ``page`` tells to write."""
     folder.mkdir(exist_ok=True)
     tiny = "tiny-tools" if page is not None and page.stem == "episodes" else "tiny-arithmetic"
     for model in ("my-model", "BASE"):

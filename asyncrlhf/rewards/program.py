@@ -5,7 +5,6 @@ It sees the machine's files read-only, except for an empty folder in memory; not
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,7 +12,6 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import asdict
 from itertools import islice
 from typing import IO, NamedTuple
 
@@ -41,7 +39,7 @@ def run_program(code: str, seconds: float, limits: SandboxConfig = LIMITS) -> Ra
         given.seek(0)
         paths = os.pathsep.join(path for path in sys.path if path)
         process = subprocess.Popen(
-            [sys.executable, "-m", "asyncrlhf.rewards.program_child", json.dumps(asdict(limits))],
+            [sys.executable, "-m", "asyncrlhf.rewards.program_child", str(limits.memory_gb)],
             stdin=given, stdout=out, stderr=errors, start_new_session=True,
             env={**environment(limits, os.environ), "PYTHONPATH": paths},
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The process around a program that a model wrote: ``python -m`` this module with ``LIMITS``, the program as input.
+"""The process around a program that a model wrote: ``python -m`` this module with ``MEMORY_GB``, the program as input.
 
 The program is the third process: this one enters namespaces, the second is the first process of the program's own
 list of processes, so that the kernel ends all the others with it, those in other sessions too.
@@ -7,29 +7,25 @@ list of processes, so that the kernel ends all the others with it, those in othe
 from __future__ import annotations
 
 import ctypes
-import json
 import os
-import resource
 import struct
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
-from asyncrlhf.rewards.reward_config import SandboxConfig
-from asyncrlhf.rewards.sandbox_child import NEW_NET, confine, end_with_the_parent, enter
+from asyncrlhf.rewards.confinement import NEW_NET, end_with_the_parent, enter, limit_memory_and_files
 
 FOLDER = "/dev/shm"  # which every Linux has: for the program an empty folder in memory, and all that it may write to
 FOLDER_BYTES = OUTPUT_BYTES = 2**26  # the second: what it may print; of no larger file, too
 NEW_FILES, NEW_PROCESSES = 0x20000, 0x20000000  # of unshare(2)
 RECURSIVE, PRIVATE = 0x4000, 0x40000  # of mount(2)
+DROP_CAPABILITY, NO_NEW_RIGHTS, CAPABILITIES = 24, 38, 64  # of prctl(2)
 SET_ATTRIBUTES, HERE, ALL_BELOW, READ_ONLY = 442, -100, 0x8000, 1  # of mount_setattr(2)
 
 
-def main(limits: SandboxConfig) -> None:
+def main(memory_gb: float) -> None:
     code = sys.stdin.buffer.read()
-    confine(replace(limits, network=True))  # what it needs of the kernel is entered at once
-    resource.setrlimit(resource.RLIMIT_FSIZE, (OUTPUT_BYTES, OUTPUT_BYTES))
+    limit_memory_and_files(memory_gb, OUTPUT_BYTES)
     end_with_the_parent()
     try:
         enter(NEW_NET | NEW_FILES | NEW_PROCESSES)
@@ -63,6 +59,10 @@ def _first_process(file: Path) -> None:
 
 
 def _program(file: Path) -> None:
+    libc = ctypes.CDLL(None)
+    for capability in range(CAPABILITIES):  # or root, also that of a user namespace, would mount the files anew
+        libc.prctl(DROP_CAPABILITY, capability, 0, 0, 0)
+    libc.prctl(NO_NEW_RIGHTS, 1, 0, 0, 0)
     os.chdir(FOLDER)
     os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
     own = {"HOME": FOLDER, "TMPDIR": FOLDER, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
@@ -86,4 +86,4 @@ def _forked(action: Callable[[], None]) -> int:
 
 
 if __name__ == "__main__":
-    main(SandboxConfig(**json.loads(sys.argv[1])))
+    main(float(sys.argv[1]))

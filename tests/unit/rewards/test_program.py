@@ -143,8 +143,36 @@ def enter(spaces):
     raise OSError(1, "Operation not permitted")
 
 program_child.enter = enter
-program_child.main(program_child.SandboxConfig())
+program_child.main(2.0)
 """
+
+
+WRITES_AGAIN = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+remount, bind, private, user, files = 32, 4096, 0x44000, 0x10000000, 0x20000
+for spaces in (0, user | files):
+    uid = os.getuid()
+    if spaces and libc.unshare(spaces) == 0:
+        open("/proc/self/setgroups", "w").write("deny")
+        open("/proc/self/uid_map", "w").write(f"0 {{uid}} 1")
+    libc.mount(b"none", b"/", None, private, None)
+    libc.mount(b"none", b"/", None, remount | bind, None)
+    libc.syscall(442, -100, b"/", 0x8000, (ctypes.c_uint64 * 4)(0, 1, 0, 0), 32)
+    libc.umount2(b"/dev/shm", 2)
+    try:
+        open({file!r}, "w").write("mine")
+    except OSError as error:
+        print(error.strerror)
+"""
+
+
+def test_a_program_cannot_take_its_limits_away(tmp_path: Path) -> None:
+    """Not as root either, nor as the root of a user namespace that it makes itself."""
+    mine = tmp_path / "checkpoint"
+    mine.write_text("weights")
+    ran = run_program(WRITES_AGAIN.format(file=str(mine)), SECONDS)
+    assert mine.read_text() == "weights" and "Read-only file system" in ran.text, ran
 
 
 def test_where_a_kernel_gives_no_namespaces_nothing_runs() -> None:
