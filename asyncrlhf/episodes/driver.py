@@ -57,29 +57,30 @@ class Driver:
     async def play(self, request: GenerationRequest, sample: Sample) -> Rollout:
         """The whole episode as a rollout. Raises EpisodeError with the reason if there is none."""
         environment: Environment | None = None
-        prompt = request.prompt
+        packed: Row | None = None
+        prompt, limit = request.prompt, OwnTime(self._config.episode_seconds)
         row = row_of(prompt)
         try:
             environment = self._world.environment(row)
-            async with OwnTime(self._config.episode_seconds) as limit:
-                begun = {"seed": request.seed, **self._world.row(row)}
-                observation = await self._call("reset", environment.reset, begun)
-                packed = Row(self._opening(prompt, environment, observation))
-                try:
+            try:
+                async with limit:
+                    begun = {"seed": request.seed, **self._world.row(row)}
+                    observation = await self._call("reset", environment.reset, begun)
+                    packed = Row(self._opening(prompt, environment, observation))
                     reason = await self._turns(request, environment, packed, limit.around(sample))
-                except TimeoutError:
-                    if not limit.expired() or not packed.turns:
-                        raise
-                    reason = "length"
+            except TimeoutError:
+                if not limit.expired() or packed is None or not packed.turns:
+                    raise
+                reason = "length"
             reward = await self._reward(environment, packed)
             told = environment.told
         except EpisodeError:
             raise
-        except TimeoutError:
-            most = self._config.episode_seconds
-            raise EpisodeError(f"The episode took longer than episode.episode_seconds={most:g}.") from None
         # An environment is the user's code, and may raise anything.
         except Exception as error:
+            if limit.expired():
+                most = self._config.episode_seconds
+                raise EpisodeError(f"The episode took longer than episode.episode_seconds={most:g}.") from error
             raise EpisodeError(f"The environment failed: {type(error).__name__}: {error}") from error
         finally:
             if environment is not None:

@@ -26,7 +26,7 @@ def test_the_episodes_of_a_run_and_of_its_evaluation_are_the_same(tmp_path: Path
         "tiny", environment_factory=HigherLower, run_dir=str(tmp_path / "run"), steps=1, overrides=given, **QUIET
     )
     found = asyncrlhf.evaluate(run)
-    assert found.figures["reward_mean"] == pytest.approx(run.summary["heldout_after"])
+    assert found.figures["reward_mean"] == pytest.approx(run.summary["heldout_accuracy"]["after"])
     assert found.figures["failed"] == 0 and 1 < found.figures["turns_mean"] <= 4
     again = asyncrlhf.evaluate(
         "tiny", environment_factory=HigherLower, overrides={**given, "model.path": str(run.model)}
@@ -43,8 +43,8 @@ def test_the_command_line_shows_turns_and_tool_calls(tmp_path: Path, capsys: pyt
     out = capsys.readouterr().out
     found = json.loads(out.splitlines()[-1])
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert found["reward_mean"] == pytest.approx(summary["heldout_before"])
-    assert found["turns_mean"] == pytest.approx(1 + found["tool_calls_mean"]) and found["tool_calls_mean"] > 0.1
+    assert found["reward_mean"] == pytest.approx(summary["heldout_accuracy"]["before"])
+    assert found["turns_mean"] == pytest.approx(1 + found["tool_calls_mean"]) and found["tool_calls_mean"] > 0
     assert "turns" in out and "tool calls" in out
 
 
@@ -62,7 +62,7 @@ def test_tools_of_pythons_caller_and_their_failures(capsys: pytest.CaptureFixtur
     fails.__name__ = "calculator"
     task = {"task.operations": ["*"], "task.chat_template": True, "task.heldout_size": 24}
     found = asyncrlhf.evaluate("tiny_tools", tools=[fails], overrides=task, logging="quiet")
-    assert found.figures["tool_failures_mean"] == found.figures["tool_calls_mean"] > 0.1
+    assert found.figures["tool_failures_mean"] == found.figures["tool_calls_mean"] > 0
 
 
 def test_only_sampled_tokens_are_compared_with_the_reference() -> None:
@@ -77,11 +77,13 @@ def test_only_sampled_tokens_are_compared_with_the_reference() -> None:
 
 
 def test_a_failed_episode_is_told_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    given = {"task.heldout_size": 24, "generator.max_completion_length": 40, "episode.max_turn_tokens": 4}
     found = asyncrlhf.evaluate(
-        "tiny", environment_factory="tests.worlds:Raises", logging="quiet", overrides={"task.heldout_size": 12}
+        "tiny", "arithmetic", environment_factory="tests.worlds:Raises", logging="quiet", overrides=given
     )
-    assert found.figures["failed"] == sum(seed % 4 == 0 for seed in range(12))
-    assert "3 episodes failed: The environment failed: RuntimeError: the world has ended" in capsys.readouterr().err
+    failed = found.figures["failed"]
+    assert 0 < failed < 24 and len(found.samples) == 24 - failed
+    assert f"{failed} episodes failed: The environment failed: RuntimeError: the world" in capsys.readouterr().err
 
 
 @pytest.mark.more
