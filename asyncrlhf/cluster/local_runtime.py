@@ -235,9 +235,9 @@ class LocalEpisodes(LocalPart[EpisodeWorker]):
         return self._news()
 
     def _news(self) -> EpisodeNews:
-        news, *bundles = news_of(self.worker, self._lanes)
+        news, requests, rollouts = news_of(self.worker, self._lanes)
         hear(self._told, *news.spans)
-        return told(news, *bundles, asyncio.get_running_loop().time())
+        return told(news, requests, rollouts, asyncio.get_running_loop().time())
 
     async def restart(self, error: ReplicaError, counts: bool = True) -> None:
         self.restarts += 1

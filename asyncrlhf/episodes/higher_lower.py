@@ -10,9 +10,11 @@ from asyncrlhf.episodes.replies import ParsedReply
 
 
 class HigherLower(Environment):
-    """The model reads the range in which the digit lies, such as ``0-9=``, and answers a digit; a wrong one narrows the
-    range, so that who always says the middle needs four guesses at most. The right guess earns 1 and ends the game; one
-    outside of the range, or no digit, costs 0.2. So only a game that was won has a reward above 0.
+    """The model reads the range in which the digit lies, such as ``0-9=``, and guesses; a wrong guess narrows the range.
+    Who always says the middle needs four guesses at most.
+
+    A guess earns the share of all digits that it rules out, and the right one what is left. So an episode's reward is 1
+    if the digit was found; a guess outside of the range, or no digit, earns nothing.
     """
 
     GUESSES = 4
@@ -23,15 +25,17 @@ class HigherLower(Environment):
         return self._range()
 
     async def step(self, reply: ParsedReply) -> Step:
-        said = reply.text.strip()
+        said, before = reply.text.strip(), self._high - self._low + 1
         guess = int(said) if said in list("0123456789") else -1
         self._left -= 1
-        right, inside = guess == self._hidden, self._low <= guess <= self._high
+        if guess == self._hidden:
+            return Step(done=True, reward=before / 10)
         if self._low <= guess < self._hidden:
             self._low = guess + 1
         elif self._hidden < guess <= self._high:
             self._high = guess - 1
-        return Step(self._range(), done=right or self._left == 0, reward=1.0 if right else 0.0 if inside else -0.2)
+        ruled_out = before - (self._high - self._low + 1)
+        return Step(self._range(), done=self._left == 0, reward=ruled_out / 10)
 
     def _range(self) -> str:
         return f"{self._low}-{self._high}="
