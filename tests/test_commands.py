@@ -29,7 +29,7 @@ from asyncrlhf.sweeps.plan import plan_sweep
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FILE = re.compile(r"^```python\n# (\w+\.py)\n(.*?)^```", re.MULTILINE | re.DOTALL)  # what a page tells to write
-BLOCK = re.compile(r"^```(?:bash|sh)?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 STARTS = ("asyncrlhf ", "make ", "ray job submit ")
 
 # What never starts here, and why.
@@ -86,7 +86,9 @@ LOSS = "def loss(inputs):\n    return -inputs.advantages * inputs.policy_logprob
 
 def commands(page: Path) -> list[str]:
     found = []
-    for block in BLOCK.findall(page.read_text()):
+    for language, block in BLOCK.findall(page.read_text()):
+        if language not in ("", "bash", "sh"):
+            continue
         for line in re.sub(r"\\\n\s*", "", block).splitlines():
             command = re.split(r"\s{2,}#|\s#\s", line)[0].strip()
             if command.startswith(STARTS):
@@ -141,7 +143,8 @@ def furnish(folder: Path, page: Path | None = None) -> None:
     """What the pages take for granted: a model, prompts, demonstrations, functions of the user's own; and what
     ``page`` tells to write."""
     folder.mkdir(exist_ok=True)
-    tiny = "tiny-tools" if page is not None and page.stem == "episodes" else "tiny-arithmetic"
+    chats = page is not None and page.stem in ("episodes", "your_own")  # they take a chat template for granted
+    tiny = "tiny-tools" if chats else "tiny-arithmetic"
     for model in ("my-model", "BASE"):
         shutil.copytree(ROOT / "asyncrlhf" / "assets" / tiny, folder / model)
     for name, text in FILE.findall(page.read_text()) if page is not None else ():
