@@ -139,6 +139,8 @@ class Episodes:
         for turn in news.wanted:
             if table.at.get(turn.rollout_id) == worker.name and turn.tag // ATTEMPT == self._attempts[turn.rollout_id]:
                 table.wanted[turn.rollout_id] = turn
+                if turn.tag % ATTEMPT == 0:
+                    table.opened(turn.rollout_id, state.now())
                 if turn.rollout_id < 0:
                     self._ask(turn)
                 else:
