@@ -237,7 +237,7 @@ class RunState:
             return None
 
     def bury(self, replica: Replica, error: ReplicaError) -> None:
-        """As :meth:`died`, but also for a replica that died again before it had rejoined. The journal gets the cause."""
+        """As :meth:`died`, for a replica that may have died again before it rejoined. The journal gets the cause."""
         replica.alive = False
         replica.version, replica.asked, replica.cause = -1, -1, str(error)
         lost = sorted(replica.in_flight)
