@@ -10,11 +10,11 @@ from asyncrlhf.episodes.replies import ParsedReply
 
 
 class HigherLower(Environment):
-    """The model reads the range in which the digit lies, such as ``0-9=``, and guesses; a wrong guess narrows the range.
-    Who always says the middle needs four guesses at most.
+    """The model reads the range in which the digit lies, such as ``0-9=``, and guesses; a wrong guess narrows it.
 
-    A guess earns the share of all digits that it rules out, and the right one what is left. So an episode's reward is 1
-    if the digit was found; a guess outside of the range, or no digit, earns nothing.
+    Who always says the middle needs four guesses at most. A guess earns the share of all digits that it rules out, and
+    the right one what is left. So an episode's reward is 1 if the digit was found; a guess outside of the range, or no
+    digit, earns nothing.
     """
 
     GUESSES = 4
