@@ -101,7 +101,8 @@ def build_encoder(config: RewardModelConfig, key: str, policy: transformers.PreT
 
 def policy_ids(rollout: Rollout) -> IntArray:
     """The tokens that the policy saw and sampled, including its stop token."""
-    return np.concatenate([rollout.prompt.token_ids, rollout.response_ids]).astype(np.int64)
+    row = np.concatenate([rollout.prompt.token_ids, rollout.response_ids]).astype(np.int64)
+    return row[rollout.last_branch] if rollout.forks else row
 
 
 def text_ids(tokenizer: transformers.PreTrainedTokenizerBase, rollout: Rollout) -> IntArray:
