@@ -115,10 +115,11 @@ def test_results_follow_what_the_template_renders(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(SHAPES) - {"gptoss"}))
 def test_no_text_of_a_rendering_makes_control_tokens(name: str) -> None:
-    """Neither what was observed nor what the model spelled out, letter by letter."""
+    """Neither what was observed nor special tokens that the model spelled out, letter by letter. Other marks in its
+    text, such as those of thoughts, are read as a server reads them."""
     tokenizer = tokenizer_for(SHAPES[name].template)
     talk, control = Conversation(tokenizer, history="fork"), {*tokenizer.get_added_vocab().values()}
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    marks = {t.content for t in tokenizer.added_tokens_decoder.values() if not t.special and t.content.strip()}
 
     def of(said: str, observed: str) -> list[int]:
         messages = [USER, {"role": "assistant", "content": said}, {"role": "user", "content": observed}]
@@ -126,7 +127,7 @@ def test_no_text_of_a_rendering_makes_control_tokens(name: str) -> None:
 
     meant = [token for token in of("yes", "no") if token in control]
     for text in hostile(tokenizer):
-        said = f"yes {text}" if any(one in text for one in special) else "yes"
+        said = "yes" if any(mark in text for mark in marks) else f"yes {text}"
         try:
             found = of(said, f"no {text}")
         except ObservedTextError:
@@ -214,9 +215,8 @@ def test_an_episode_whose_template_drops_thoughts() -> None:
     for turn, request in enumerate(requests):
         messages = [{"role": "user", "content": "question 0"}]
         for before in range(turn):
-            messages += [
-                {"role": "assistant", "content": f"answer {before}"}, {"role": "user", "content": f"question {before + 1}"}
-            ]  # fmt: skip
+            messages.append({"role": "assistant", "content": f"answer {before}"})
+            messages.append({"role": "user", "content": f"question {before + 1}"})
         assert read(tokenizer, request.prompt_ids) == rendered(tokenizer, messages)
     assert len(rollout.forks) == 2 and all(fork.follows > 0 for fork in rollout.forks)
     assert (rollout.messages, rollout.response_text) == (kept.messages, kept.response_text), "one conversation"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ def forked(sample: TrainSample) -> TrainSample:
     prompt, length = len(given.prompt.token_ids), len(given.response_ids)
     cuts = np.unique(np.r_[0, draws.integers(0, length, 4), length])
     ids, versions, logprobs, turns, forks = [], [], [], [], []
-    for first, end in zip(cuts[:-1], cuts[1:], strict=True):
+    for first, end in pairwise(cuts):
         start = len(ids)
         if turns and (kind := draws.integers(0, 4)):
             follows = -1 if kind == 3 else int(draws.integers(0, prompt + start))
@@ -99,7 +100,21 @@ def by_texts(monkeypatch: pytest.MonkeyPatch) -> list[TrainSample]:
     def plain_logprobs(model: Any, batch: TrainBatch) -> list[torch.Tensor]:
         return slow(model, [rows[int(number)] for number in batch.rollout_ids])
 
+    def score_terms(batch: TrainBatch, masks: list[torch.Tensor]) -> list[np.ndarray]:
+        found, model = [], llama()
+        for number, mask in zip(batch.rollout_ids, masks, strict=True):
+            rollout, own = rows[int(number)].rollout, []
+            for place in places(rollout):
+                *before, token = text_of(rollout, place)
+                with torch.no_grad():
+                    pi = model(input_ids=torch.tensor([before])).logits[0, -1].double().softmax(-1)
+                pi[token] -= 1
+                own.append(float(pi.square().sum()))
+            found.append(np.array(own)[mask.numpy()])
+        return found
+
     monkeypatch.setattr(test_presets, "plain_logprobs", plain_logprobs)
+    monkeypatch.setattr(test_presets, "score_terms", score_terms)
     return given
 
 
@@ -111,11 +126,11 @@ def test_each_sampled_token_is_predicted_once_from_its_own_text() -> None:
     assert inputs.targets.tolist() == batch.token_ids[batch.response_mask].tolist(), "in the order of the rows"
     for packing in (True, False):
         found = PackedPolicy(llama().double(), packing=packing)(inputs, 1.0).logprobs
-        assert_close(found.detach(), expected.detach(), atol=1e-9)
+        assert_close(found.detach(), expected.detach(), atol=FLOAT32)
     order = np.random.default_rng(0).permutation(len(given))
     again = PackedInputs.of_batch(select(batch, order), 2, 7)
     chosen = torch.cat(slow(llama().double(), [given[i] for i in order[2:7]]))
-    assert_close(PackedPolicy(llama().double())(again, 1.0).logprobs.detach(), chosen.detach(), atol=1e-9)
+    assert_close(PackedPolicy(llama().double())(again, 1.0).logprobs.detach(), chosen.detach(), atol=FLOAT32)
 
 
 def test_a_branch_that_goes_on_is_passed_once() -> None:
@@ -128,7 +143,7 @@ def test_a_branch_that_goes_on_is_passed_once() -> None:
     row = Rollout(0, 0, prompt, np.arange(10), np.zeros(10, np.float32), sampled, "stop", forks=forks)
     batch = pack([TrainSample(row, 0.0)])
     texts = Branches.of(batch.follows, batch.cu_seqlens, batch.response_mask)  # type: ignore[arg-type]
-    found = [texts.places[a:b].tolist() for a, b in zip(texts.cu_seqlens[:-1], texts.cu_seqlens[1:], strict=True)]
+    found = [texts.places[a:b].tolist() for a, b in pairwise(texts.cu_seqlens)]
     assert found == [[6, 7], [10, 11], [0, 1, 2, 3, 4, 5, 8, 9, 12, 13]] and texts.own.all()
     assert pass_lengths(batch).tolist() == [14] and pass_length(row) == 14
     assert row.last_branch.tolist() == found[-1] and policy_ids(row).tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 8, 9]
@@ -273,7 +288,7 @@ def test_kept_sets_stay_with_their_tokens() -> None:
         for place, own in zip(places(rollout), sets, strict=True):
             with torch.no_grad():
                 logits = model(input_ids=torch.tensor([text_of(rollout, place)[:-1]])).logits[0, -1]
-            assert_close(found[number], float(logits[torch.tensor(own).long()].log_softmax(-1)[0]), atol=1e-9)
+            assert_close(found[number], float(logits[torch.tensor(own).long()].log_softmax(-1)[0]), atol=FLOAT32)
             number += 1
     assert number == len(found)
 
@@ -293,7 +308,7 @@ def test_credit_to_turns_keeps_the_rows_order() -> None:
         torch.stack([x[ids == i].sum() for i in range(batch.num_sequences)]).sort().values for ids, x in found
     )
     assert_close(one, other, atol=FLOAT32)
-    sample = next(s for s in mixed() if len(s.rollout.forks) > 1)
+    sample = replace(next(s for s in mixed() if len(s.rollout.forks) > 1), masked_before_version=0)
     last = sum(turn.reward or 0.0 for turn in sample.rollout.turns[:-1])
     tokens = plan_step(pack([sample], turns=True), config, 10_000, torch.device("cpu")).tokens
     set_targets(tokens, config, lambda total: total)
