@@ -124,9 +124,8 @@ class Conversation:
         return _array(following[self._already([int(t) for t in sampled[-_LONGEST_END:]], following, frame.end) :])
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Message], opening: int) -> IntArray:
-        """[n] the tokens of a conversation up to the beginning of the next turn, of which the first ``opening`` messages
-        are a prompt; with a chat template. Raises ObservedTextError and ConfigError as :func:`whole_conversation` does.
-        """
+        """[n] the tokens of a conversation up to the beginning of the next turn. Its first ``opening`` messages are a
+        prompt. Raises ObservedTextError and ConfigError as :func:`whole_conversation` does."""
         assert self._frames is not None, "without a chat template nothing is rendered"
         return _array(whole_conversation(self._frames, self._tokens, messages, tools, opening))
 

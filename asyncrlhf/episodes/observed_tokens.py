@@ -131,7 +131,7 @@ class ObservedTokens:
         row = [*begun, *self.tokens(anchor + "a")[len(self.tokens(anchor)) :]]
         return self.text(row) == f"{self.text(begun)}a"
 
-    def text(self, tokens: Sequence[int] | IntArray) -> str:
+    def text(self, tokens: list[int] | IntArray) -> str:
         """What the tokens say, control tokens included."""
         return str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 

@@ -142,8 +142,8 @@ class TorchBackend:
             self.replay.check(batch)
         if batch.follows is not None and self.config.sharded and not self.policy.packing:
             raise AsyncRLHFError(
-                "A batch has episodes that fork, whose branches a learner without packing passes one by one, so that the "
-                "ranks of a sharded model would call it unequally often; allowed: episode.history=keep, or a model that "
+                "A batch has episodes that fork, whose branches a learner without packing passes one by one, so that "
+                "ranks would call their sharded model unequally often; allowed: episode.history=keep, or a model that "
                 "is trained packed."
             )
         plan = plan_step(batch, self.algorithm, self._token_budget, self.device, self.policy_version)

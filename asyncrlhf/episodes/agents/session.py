@@ -131,8 +131,8 @@ class Session:
 
     def _no_room(self, row: Row, added: int = 0) -> RefusalError:
         return self._limit(
-            f"The episode has no room for an answer after a text of {len(row.context) + added} tokens and a response of "
-            f"{row.length + added}: generator.max_completion_length="
+            f"The episode has no room for an answer after a text of {len(row.context) + added} tokens and a response "
+            f"of {row.length + added}: generator.max_completion_length="
             f"{self.request.sampling.max_completion_length}, and the model's context has {self._context} tokens.",
             "context_length_exceeded",
         )

@@ -43,8 +43,8 @@ class PackedInputs:
         sequence's prompt are the tokens before its first predicted one; others may follow it that are not predicted.
 
         ``sets``: the kept ids and the counts [T] of a batch whose sampling was truncated. ``routes`` [T, E]: the
-        experts of each token; prompts are equal if theirs are, too. ``order`` [T]: numbers by which the targets, and the
-        entries of ``sets``, are ordered; None: by their place.
+        experts of each token; prompts are equal if theirs are, too. ``order`` [T]: numbers that give the order of the
+        targets, and of the kept ids; None: their places.
         """
         starts, lengths = cu_seqlens[:-1], np.diff(cu_seqlens)
         sequence = np.repeat(np.arange(len(lengths)), lengths)

@@ -78,17 +78,33 @@ def places(rollout: Rollout) -> list[int]:
     return [len(rollout.prompt.token_ids) + int(place) for place in np.flatnonzero(rollout.sampled)]
 
 
-def slow(model: Any, given: list[TrainSample]) -> list[torch.Tensor]:
-    """The log-probs of each row's sampled tokens: one text and one pass of transformers for each token."""
-    model.set_attn_implementation("eager")
-    found = []
-    for sample in given:
-        own = []
-        for place in places(sample.rollout):
-            *before, token = text_of(sample.rollout, place)
-            own.append(model(input_ids=torch.tensor([before])).logits[0, -1].log_softmax(-1)[token])
-        found.append(torch.stack(own))
+def stretches(rollout: Rollout) -> list[list[int]]:
+    """The places of sampled tokens, those together that follow each other."""
+    found: list[list[int]] = []
+    forks = {len(rollout.prompt.token_ids) + fork.start for fork in rollout.forks}
+    for place in places(rollout):
+        if found and place == found[-1][-1] + 1 and place not in forks:
+            found[-1].append(place)
+        else:
+            found.append([place])
     return found
+
+
+def logits(model: Any, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Those [M, V] of the sampled tokens, and the tokens [M]: one pass of transformers for each stretch of them."""
+    model.set_attn_implementation("eager")
+    rows, ids = [], []
+    for own in stretches(rollout):
+        text = text_of(rollout, own[-1])
+        rows.append(model(input_ids=torch.tensor([text[:-1]])).logits[0, -len(own) :])
+        ids += text[-len(own) :]
+    return torch.cat(rows), torch.tensor(ids)
+
+
+def slow(model: Any, given: list[TrainSample]) -> list[torch.Tensor]:
+    """The log-probs of each row's sampled tokens."""
+    found = [logits(model, sample.rollout) for sample in given]
+    return [rows.log_softmax(-1).gather(1, ids[:, None])[:, 0] for rows, ids in found]
 
 
 @pytest.fixture
@@ -103,14 +119,11 @@ def by_texts(monkeypatch: pytest.MonkeyPatch) -> list[TrainSample]:
     def score_terms(batch: TrainBatch, masks: list[torch.Tensor]) -> list[np.ndarray]:
         found, model = [], llama()
         for number, mask in zip(batch.rollout_ids, masks, strict=True):
-            rollout, own = rows[int(number)].rollout, []
-            for place in places(rollout):
-                *before, token = text_of(rollout, place)
-                with torch.no_grad():
-                    pi = model(input_ids=torch.tensor([before])).logits[0, -1].double().softmax(-1)
-                pi[token] -= 1
-                own.append(float(pi.square().sum()))
-            found.append(np.array(own)[mask.numpy()])
+            with torch.no_grad():
+                given_, ids = logits(model, rows[int(number)].rollout)
+            pi = given_.double().softmax(-1)
+            scores = torch.nn.functional.one_hot(ids, pi.shape[-1]) - pi
+            found.append(scores.square().sum(-1)[mask].numpy())
         return found
 
     monkeypatch.setattr(test_presets, "plain_logprobs", plain_logprobs)
@@ -205,7 +218,7 @@ def test_wrong_parents_and_tokens_that_train_twice_are_noticed(by_texts: list[Tr
             assert_same(step(algorithm, fault, reference=0)[0], expected)
 
 
-def test_rows_that_follow_no_earlier_token_are_refused() -> None:
+def test_given_that_follow_no_earlier_token_are_refused() -> None:
     rollout = next(s.rollout for s in mixed() if s.rollout.forks)
     fork = rollout.forks[0]
     for forks in (
@@ -293,7 +306,7 @@ def test_kept_sets_stay_with_their_tokens() -> None:
     assert number == len(found)
 
 
-def test_credit_to_turns_keeps_the_rows_order() -> None:
+def test_credit_to_turns_keeps_the_given_order() -> None:
     """What was sampled earlier can cause a later reward, also across branches: the advantages are those of the same row
     without forks, and an earlier turn of one branch gets the reward of a later turn of another."""
     config = AlgorithmConfig(
@@ -316,7 +329,7 @@ def test_credit_to_turns_keeps_the_rows_order() -> None:
     assert_close(float(tokens.advantages[0]), sample.reward, atol=FLOAT32)
 
 
-def test_the_record_of_a_rows_tokens_holds_all_branches() -> None:
+def test_the_record_of_a_given_tokens_holds_all_branches() -> None:
     given, rows = mixed(), []
     trained = backend(test_presets.preset("tis"))
     trained.observe = lambda plan: rows.extend(token_facts(plan, trained.algorithm, plan.batch.rollout_ids))
