@@ -33,6 +33,18 @@ class Fork:
     follows: int
 
 
+def wrong_fork(forks: Sequence[Fork], prompt: int, sampled: NDArray[np.bool_]) -> Fork | None:
+    """The first that is out of order, follows no token before it, or leaves a sampled token without context; None if
+    all are right. ``prompt``: tokens of the prompt; ``sampled`` [L]: of the response."""
+    last = 0
+    for fork in forks:
+        inside = last < fork.start < len(sampled) and -1 <= fork.follows < prompt + fork.start - 1
+        if not inside or (fork.follows < 0 and sampled[fork.start]):
+            return fork
+        last = fork.start
+    return None
+
+
 def followed(forks: Sequence[Fork], prompt: int, length: int) -> NDArray[np.int64]:
     """[length] the position of the token that each token of a row follows, -1 for none; ``prompt``: tokens of the
     prompt, which are the first ones."""

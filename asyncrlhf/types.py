@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrlhf.turns import EpisodeFacts, Fork, Turn, followed, lineage
+from asyncrlhf.turns import EpisodeFacts, Fork, Turn, wrong_fork
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
@@ -90,9 +90,8 @@ class Rollout:
     engine creates it, its worker adds text and name.
 
     In an episode of several turns the response has sampled and observed stretches in turn (``turns``). An observed
-    token has version ``OBSERVED``, log-prob 0 and no effect on the loss. ``forks``: where the row goes on with another
-    branch of the episode, such as a sub-agent's conversation. Each sampled token belongs to one branch: what another
-    one repeats of it is either shared with it or observed.
+    token has version ``OBSERVED``, log-prob 0 and no effect on the loss. ``forks``: where another branch begins, such as
+    a sub-agent's. Each sampled token is in one branch: what others repeat of it is shared with it, or observed.
 
     With truncated sampling, the tokens allowed at each position are ragged ids: those of response token t are the
     ``kept_counts[t]`` ids after those of the previous tokens. A count of 0 means the whole vocabulary.
@@ -126,18 +125,6 @@ class Rollout:
         """[L] which tokens of the response the policy sampled; the others were observed."""
         return np.not_equal(self.policy_versions, OBSERVED)
 
-    @property
-    def follows(self) -> IntArray:
-        """[P+L] the position in the row of the token that each token follows; -1: none."""
-        prompt = len(self.prompt.token_ids)
-        return followed(self.forks, prompt, prompt + len(self.response_ids))
-
-    @property
-    def last_branch(self) -> IntArray:
-        """The positions in the row of the tokens of its last branch, from the text's first; all of them without forks.
-        Who reads the response as one text reads this one."""
-        return lineage(self.follows, len(self.prompt.token_ids) + len(self.response_ids) - 1)
-
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.behavior_logprobs), len(self.policy_versions)}
         lengths |= {len(given) for given in (self.ref_logprobs, self.values, self.kept_counts) if given is not None}
@@ -147,14 +134,9 @@ class Rollout:
         counted = 0 if self.kept_counts is None else int(self.kept_counts.sum())
         if kept != counted or (self.kept_ids is None) != (self.kept_counts is None):
             raise ValueError(f"rollout {self.rollout_id}: {kept} kept ids, where their counts say {counted}")
-        prompt = len(self.prompt.token_ids)
-        inputs = prompt + len(self.response_ids) - 1
-        last = 0
-        for fork in self.forks:
-            inside = last < fork.start < len(self.response_ids) and -1 <= fork.follows < prompt + fork.start - 1
-            if not inside or (fork.follows < 0 and self.policy_versions[fork.start] != OBSERVED):
-                raise ValueError(f"rollout {self.rollout_id}: {fork} follows no token before it, or has no context")
-            last = fork.start
+        inputs = len(self.prompt.token_ids) + len(self.response_ids) - 1
+        if wrong := wrong_fork(self.forks, len(self.prompt.token_ids), self.sampled):
+            raise ValueError(f"rollout {self.rollout_id}: {wrong} follows no token before it, or has no context")
         if self.routed_experts is not None and len(self.routed_experts) != inputs:
             raise ValueError(f"rollout {self.rollout_id}: experts of {len(self.routed_experts)} of {inputs} tokens")
 
@@ -326,8 +308,7 @@ class TrainBatch:
     routed_experts: NDArray[np.unsignedinteger] | None = None  # [T, E] of each token as input; 0 on the last ones
     turns: IntArray | None = None  # [T] the number of each token's turn, -1 on prompts and observed tokens
     turn_rewards: FloatArray | None = None  # [T] of each turn, on its last token; both None: credit goes to the whole
-    # [T] the place in its sequence of the token that each token follows, -1: none; None: no sequence forks
-    follows: IntArray | None = None
+    follows: IntArray | None = None  # [T] the place in its sequence of the token that each follows; None: no forks
 
     @property
     def num_sequences(self) -> int:

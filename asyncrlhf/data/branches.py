@@ -9,8 +9,20 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrlhf.turns import lineage
+from asyncrlhf.turns import followed, lineage
 from asyncrlhf.types import IntArray, Rollout, TrainBatch
+
+
+def follows_of(rollout: Rollout) -> IntArray:
+    """[P+L] the place in a rollout's row of the token that each token follows; -1: none."""
+    prompt = len(rollout.prompt.token_ids)
+    return followed(rollout.forks, prompt, prompt + len(rollout.response_ids))
+
+
+def last_branch(rollout: Rollout) -> IntArray:
+    """The places [n] in a rollout's row of the tokens of its last branch, from the text's first; all of them without
+    forks. Who reads a response as one text reads this one."""
+    return lineage(follows_of(rollout), len(rollout.prompt.token_ids) + len(rollout.response_ids) - 1)
 
 
 @dataclass(frozen=True)
@@ -63,7 +75,7 @@ def pass_length(rollout: Rollout) -> int:
     if not rollout.forks:
         return prompt + length
     sampled = np.concatenate([np.zeros(prompt, np.bool_), rollout.sampled])
-    return int(Branches.of(rollout.follows, np.array([0, prompt + length]), sampled).count[0])
+    return int(Branches.of(follows_of(rollout), np.array([0, prompt + length]), sampled).count[0])
 
 
 def last_texts(batch: TrainBatch) -> list[IntArray]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncrlhf.data.branches import follows_of
 from asyncrlhf.turns import Turn
 from asyncrlhf.types import OBSERVED, FloatArray, IdArray, IntArray, Prompt, Rollout, TrainBatch, TrainSample
 
@@ -75,7 +76,7 @@ def pack(samples: Sequence[TrainSample], *, turns: bool = False) -> TrainBatch:
         routed_experts=_laid_out([r.routed_experts for r in rollouts], inputs, "their experts"),
         turns=numbers,
         turn_rewards=turn_rewards,
-        follows=np.concatenate([r.follows for r in rollouts]) if any(r.forks for r in rollouts) else None,
+        follows=np.concatenate([follows_of(r) for r in rollouts]) if any(r.forks for r in rollouts) else None,
     )
 
 

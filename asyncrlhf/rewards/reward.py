@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from asyncrlhf.data.branches import last_branch
 from asyncrlhf.errors import ConfigError, ReplicaError, RewardError
 from asyncrlhf.rewards.guard import TrainerState, WrongCountError, call_function
 from asyncrlhf.rewards.reward_config import RewardConfig
@@ -119,7 +120,7 @@ def _completion_ids(rollout: Rollout) -> IntArray:
     """[n] the response's tokens; of an episode that forks those that its last branch follows."""
     if not rollout.forks:
         return rollout.response_ids
-    places = rollout.last_branch - len(rollout.prompt.token_ids)
+    places = last_branch(rollout) - len(rollout.prompt.token_ids)
     return rollout.response_ids[places[places >= 0]]
 
 

@@ -116,6 +116,15 @@ class PackedInputs:
         return inputs, [len(text) - 1 for text in texts]
 
     @classmethod
+    def after(cls, texts: Sequence[IntArray], device: torch.device | str = "cpu") -> PackedInputs:
+        """The states after texts: each predicts a placeholder for the token that was not generated."""
+        ends = np.cumsum([len(text) + 1 for text in texts])
+        predicted = np.zeros(ends[-1], dtype=np.bool_)
+        predicted[ends - 1] = True
+        tokens = np.concatenate([np.append(text, 0) for text in texts])
+        return cls.build(tokens, np.concatenate([[0], ends]), predicted, device)
+
+    @classmethod
     def dummy(cls, device: torch.device | str = "cpu") -> PackedInputs:
         """One predicted token: a rank without data takes part in the gradient reduction with zero times its loss."""
         return cls.build(np.zeros(2, np.int64), np.array([0, 2]), np.array([False, True]), device)

@@ -173,17 +173,8 @@ def cut_answers(plan: StepPlan, token_budget: int, device: torch.device) -> tupl
     lengths = np.array([len(text) for text in texts], np.int64)
     microbatches = []
     for run in microbatch_indices(lengths, token_budget):
-        first, last = int(run[0]), int(run[-1]) + 1
-        tokens = np.concatenate(texts[first:last])
-        ends = np.cumsum(lengths[run])
-        # A placeholder for the token that was not generated: only the state before it is used.
-        inputs = PackedInputs.build(
-            np.insert(tokens, ends, 0),
-            np.concatenate([[0], ends + np.arange(1, len(run) + 1)]),
-            np.insert(np.zeros(len(tokens), dtype=np.bool_), ends, True),
-            device,
-        )
-        microbatches.append(Microbatch(inputs, slice(first, last), slice(first, last), trains=False))
+        part = slice(int(run[0]), int(run[-1]) + 1)
+        microbatches.append(Microbatch(PackedInputs.after(texts[part], device), part, part, trains=False))
     return microbatches, torch.from_numpy(chosen).to(device)
 
 

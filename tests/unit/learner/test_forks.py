@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncrlhf.algorithms.logprobs import KeptSets
-from asyncrlhf.data.branches import Branches, pass_length, pass_lengths
+from asyncrlhf.data.branches import Branches, last_branch, pass_length, pass_lengths
 from asyncrlhf.data.packing import pack, select
 from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.learner.model.forward import PackedPolicy
@@ -159,7 +159,7 @@ def test_a_branch_that_goes_on_is_passed_once() -> None:
     found = [texts.places[a:b].tolist() for a, b in pairwise(texts.cu_seqlens)]
     assert found == [[6, 7], [10, 11], [0, 1, 2, 3, 4, 5, 8, 9, 12, 13]] and texts.own.all()
     assert pass_lengths(batch).tolist() == [14] and pass_length(row) == 14
-    assert row.last_branch.tolist() == found[-1] and policy_ids(row).tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 8, 9]
+    assert last_branch(row).tolist() == found[-1] and policy_ids(row).tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 8, 9]
     assert texts_of([row])["completion_ids"] == [[0, 1, 4, 5, 8, 9]]
 
 
