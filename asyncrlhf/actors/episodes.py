@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from asyncrlhf.actors.messages import Address, RolloutBundle, resolved
+from asyncrlhf.actors.messages import Address, RolloutBundle, TurnBundle, infos_of, resolved, told_infos
 from asyncrlhf.actors.part import PartActor
 from asyncrlhf.actors.where import where
 from asyncrlhf.actors.worker import describe
@@ -66,8 +67,7 @@ class EpisodeSpec:
         )
 
 
-@dataclass(frozen=True)
-class TurnWanted:
+class TurnWanted(NamedTuple):
     """A turn that an episode waits for; its request lies behind ``payload``."""
 
     rollout_id: int
@@ -84,26 +84,41 @@ class EpisodeNews:
     failed: list[GenerationFailure] = field(default_factory=list)
     playing: int = 0
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        wanted = tuple((turn.rollout_id, turn.tag) for turn in self.wanted)
+        return _news, (wanted, told_infos(self.finished), self.failed, self.playing)
 
-def news_of(worker: EpisodeWorker) -> tuple[EpisodeNews, list[GenerationRequest], RolloutBundle]:
+
+def _wanted(asked: Iterable[tuple[int, int]]) -> list[TurnWanted]:
+    return [TurnWanted(rollout_id, tag, Payload(None, i)) for i, (rollout_id, tag) in enumerate(asked)]
+
+
+def _news(wanted: Iterable[tuple[int, int]], finished: Iterable[Sequence[Any]], *others: Any) -> EpisodeNews:
+    return EpisodeNews(_wanted(wanted), infos_of(finished), *others)
+
+
+def news_of(worker: EpisodeWorker) -> tuple[EpisodeNews, TurnBundle, RolloutBundle]:
     """The facts, and the bundles for their payloads (:func:`told`)."""
     requests, rollouts, failed = worker.take()
-    wanted = [TurnWanted(r.rollout_id, r.tag, Payload(None, i)) for i, r in enumerate(requests)]
-    return EpisodeNews(wanted, describe(rollouts), failed, worker.playing), requests, RolloutBundle(rollouts)
+    news = EpisodeNews(_wanted((r.rollout_id, r.tag) for r in requests), describe(rollouts), failed, worker.playing)
+    return news, TurnBundle(requests), RolloutBundle(rollouts)
 
 
 def told(news: EpisodeNews, requests: Any, rollouts: Any, now: float) -> EpisodeNews:
     """``news`` with the places of requests and rollouts, and the time by the caller's clock."""
     for info in news.finished:
         info.payload, info.generated_at = Payload(rollouts, info.payload.index), now
-    wanted = [replace(turn, payload=Payload(requests, turn.payload.index)) for turn in news.wanted]
+    wanted = [TurnWanted(turn.rollout_id, turn.tag, Payload(requests, turn.payload.index)) for turn in news.wanted]
     return replace(news, wanted=wanted)
 
 
 class EpisodeActor(PartActor):
     """One thread runs the asyncio loop of the episodes; calls of other threads reach the worker there."""
 
-    LINGER_SECONDS = 0.01  # for turns and ends that come at the same time: a message costs both sides a millisecond
+    # Between two answers with news, as a replica's with results; the first of a burst waits only for those that come
+    # at the same moment.
+    NEWS_SECONDS = 0.03
+    LINGER_SECONDS = 0.003
     COLLECT_SECONDS = 10.0  # the longest wait of a collect for news
     MOST_ABANDONED = 128  # threads with a call that does not end, after which the process is replaced
 
@@ -111,6 +126,7 @@ class EpisodeActor(PartActor):
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True).start()
         self._look_seconds = min(self.COLLECT_SECONDS, spec.stall_seconds / 5)
+        self._told_at = -math.inf  # when news were last sent
         driver = spec.driver(inline=False)
         self._calls = driver.calls
         self._agents = driver if isinstance(driver, AgentDriver) else None
@@ -136,13 +152,15 @@ class EpisodeActor(PartActor):
     def cancel(self, rollout_ids: Sequence[int]) -> None:
         self._there(_async(lambda: self._worker.cancel(rollout_ids)))
 
-    def collect(self) -> tuple[EpisodeNews, list[GenerationRequest], RolloutBundle]:
+    def collect(self) -> tuple[EpisodeNews, TurnBundle, RolloutBundle]:
         return self._there(self._collect())
 
-    async def _collect(self) -> tuple[EpisodeNews, list[GenerationRequest], RolloutBundle]:
+    async def _collect(self) -> tuple[EpisodeNews, TurnBundle, RolloutBundle]:
         try:
             await asyncio.wait_for(self._worker.changed.wait(), self._look_seconds)
-            await asyncio.sleep(self.LINGER_SECONDS)
+            now = self._loop.time()
+            await asyncio.sleep(max(self.LINGER_SECONDS, self._told_at + self.NEWS_SECONDS - now))
+            self._told_at = self._loop.time()
         except TimeoutError:
             pass
         if self._calls.abandoned >= self.MOST_ABANDONED:

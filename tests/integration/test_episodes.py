@@ -229,6 +229,20 @@ def test_the_learner_is_busy_while_tools_take_ten_times_the_sampling(
     assert 100 * 0.3 / (ended - begun) >= 0.9
 
 
+def test_slots_are_not_idle_while_environments_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_nothing(monkeypatch)
+
+    def rate(world: str) -> float:
+        rows = run(
+            tmp_path / world, *FAKE, f"episode.environment=tests.worlds:{world}", SCORED, "batch_size=32", "steps=60",
+            "generator.slots=32", "generator.fake.latency_median=0.1", "async.max_staleness=8", "buffer.capacity=512",
+            "learner.virtual_step_seconds=0.001", "fusion.max_wait_ms=0",
+        ).metrics  # fmt: skip
+        return 40 / (rows[-1]["wall_time"] - rows[19]["wall_time"])
+
+    assert rate("SlowStart") >= 0.9 * rate("OneSum")
+
+
 @pytest.mark.parametrize("turns", [(), SLOW], ids=["answers", "episodes"])
 def test_an_evaluation_does_not_wait_for_a_replica_that_waits_for_a_dead_learner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: tuple[str, ...]

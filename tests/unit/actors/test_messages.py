@@ -12,7 +12,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrlhf.actors.messages import Alike, Collected, RolloutBundle
+from asyncrlhf.actors.episodes import EpisodeNews, TurnWanted
+from asyncrlhf.actors.messages import Alike, Collected, RolloutBundle, TurnBundle
 from asyncrlhf.actors.part import RecordActor
 from asyncrlhf.actors.worker import describe
 from asyncrlhf.buffer.held import group_from_json, group_to_json
@@ -126,6 +127,18 @@ def test_siblings_of_a_bundle_share_their_prompt_and_a_bundle_can_go_on() -> Non
     for one, other in zip(given, travelled(RolloutBundle(there)), strict=True):
         assert_equal(one, other)
     assert not list(travelled(RolloutBundle([])))
+
+
+def test_what_an_episode_worker_tells_arrives_whole() -> None:
+    sampling = SamplingParams(7, stop=("x",))
+    asked = [GenerationRequest(n, n // 2, prompt(n), 5 + n, sampling, 2, 9 * n) for n in range(3)]
+    there = travelled(TurnBundle(asked))
+    assert len(there) == 3 and not list(travelled(TurnBundle([])))
+    for one, other in zip(asked, there, strict=True):
+        assert_equal(replace(one, prompt=Prompt(one.prompt.prompt_id, "", one.prompt_ids)), other)
+    wanted = [TurnWanted(r.rollout_id, r.tag, Payload(None, i)) for i, r in enumerate(asked)]
+    given = EpisodeNews(wanted, describe([episode(), *rollouts()]), [GenerationFailure(9, "No room.", 2)], 4)
+    assert travelled(given) == given != EpisodeNews()
 
 
 def test_what_a_replica_tells_arrives_whole() -> None:
