@@ -90,8 +90,8 @@ class Rollout:
     engine creates it, its worker adds text and name.
 
     In an episode of several turns the response has sampled and observed stretches in turn (``turns``). An observed
-    token has version ``OBSERVED``, log-prob 0 and no effect on the loss. ``forks``: where another branch begins, such as
-    a sub-agent's. Each sampled token is in one branch: what others repeat of it is shared with it, or observed.
+    token has version ``OBSERVED``, log-prob 0 and no effect on the loss. ``forks``: where another branch begins, such
+    as a sub-agent's. Each sampled token is in one branch: what others repeat of it is shared with it, or observed.
 
     With truncated sampling, the tokens allowed at each position are ragged ids: those of response token t are the
     ``kept_counts[t]`` ids after those of the previous tokens. A count of 0 means the whole vocabulary.

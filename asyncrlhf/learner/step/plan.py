@@ -11,7 +11,7 @@ import torch
 
 from asyncrlhf.algorithms.heads import pair
 from asyncrlhf.algorithms.masked import group_reduce
-from asyncrlhf.data.branches import last_texts, pass_lengths
+from asyncrlhf.data.branches import pass_lengths
 from asyncrlhf.data.packing import microbatch_indices, minibatch_indices, select, sequence_lengths
 from asyncrlhf.learner.model.forward import TokenFacts
 from asyncrlhf.learner.model.inputs import PackedInputs
@@ -163,19 +163,6 @@ def flat_groups(batch: TrainBatch) -> np.ndarray:
     """Sequences [N] whose group has one and the same reward throughout."""
     rewards, group_ids = torch.from_numpy(batch.rewards), torch.from_numpy(batch.group_ids)
     return (group_reduce(rewards, group_ids, "amin") == group_reduce(rewards, group_ids, "amax")).numpy()
-
-
-def cut_answers(plan: StepPlan, token_budget: int, device: torch.device) -> tuple[list[Microbatch], torch.Tensor]:
-    """(microbatches, sequences [n]) for the states after truncated answers: a critic's values of the microbatches, laid
-    out by ``span`` [n], are those of ``sequences``."""
-    chosen = np.flatnonzero(plan.batch.truncated)
-    texts = last_texts(select(plan.batch, chosen))
-    lengths = np.array([len(text) for text in texts], np.int64)
-    microbatches = []
-    for run in microbatch_indices(lengths, token_budget):
-        part = slice(int(run[0]), int(run[-1]) + 1)
-        microbatches.append(Microbatch(PackedInputs.after(texts[part], device), part, part, trains=False))
-    return microbatches, torch.from_numpy(chosen).to(device)
 
 
 def invalid_behavior(batch: TrainBatch) -> np.ndarray:
