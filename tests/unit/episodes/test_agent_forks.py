@@ -92,6 +92,8 @@ async def test_histories_that_were_compacted_edited_or_sampled_again() -> None:
 
     rollout = await play(sampler, agent, asked(most=4000), history="fork")
     assert_read(rollout, sampler, [rendered(*call) for call in calls])
+    assert [message["content"] for message in rollout.messages] == ["one", "And 3+3?", "six"]
+    assert rollout.response_text.endswith("And 3+3?six<|im_end|>")
     prompt = len(rollout.prompt.token_ids)
     follows = [fork.follows - prompt for fork in rollout.forks]
     assert follows[0] == -1 and rollout.forks[0].start == rollout.turns[1].start, "nothing is read twice"
@@ -174,3 +176,21 @@ async def test_without_forks_the_refusal_names_the_setting() -> None:
 
     rollout = await play(sampler, agent)
     assert not rollout.forks and len(rollout.turns) == 1
+
+
+async def test_what_an_agent_changed_in_an_answer_is_what_the_next_turn_sees() -> None:
+    """White space that it stripped, say, and a stop text that the answer did not show."""
+    sampler = Sampler("  It is 5. \n<|im_end|>", "Thought\nObservation: made up", "so<|im_end|>")
+    calls: list[Any] = []
+
+    async def agent(client: AsyncOpenAI, row: Any) -> None:
+        messages: list[Any] = [USER]
+        for _ in range(3):
+            calls.append(list(messages))
+            answer = (await chat(client, messages, stop=["Observation:"])).choices[0].message
+            messages += [said((answer.content or "").strip()), MORE]
+
+    rollout = await play(sampler, agent, asked(most=900), history="fork")
+    assert_the_row_is_what_was_read(rollout, sampler.asked)
+    assert [request.prompt_ids.tolist() for request in sampler.asked] == [rendered(messages) for messages in calls]
+    assert len(rollout.forks) == 2 and len(rollout.messages) == 5

@@ -36,8 +36,8 @@ from tests.unit.learner.worlds import VOCABULARY, assert_same, backend, llama, s
 
 
 def forked(sample: TrainSample) -> TrainSample:
-    """The rollout with its tokens dealt out over up to five turns: each continues the row, or follows any earlier token
-    or nothing, and reads up to three tokens first."""
+    """The rollout with its tokens dealt out over up to five turns: each continues the row, or follows any earlier turn,
+    any earlier token or nothing, and reads up to three tokens first."""
     given, draws = sample.rollout, np.random.default_rng(100 + sample.rollout.rollout_id)
     prompt, length = len(given.prompt.token_ids), len(given.response_ids)
     cuts = np.unique(np.r_[0, draws.integers(0, length, 4), length])
@@ -46,6 +46,7 @@ def forked(sample: TrainSample) -> TrainSample:
         start = len(ids)
         if turns and (kind := draws.integers(0, 4)):
             follows = -1 if kind == 3 else int(draws.integers(0, prompt + start))
+            follows = prompt + turns[int(draws.integers(0, len(turns)))].end - 1 if kind == 2 else follows
             if follows != prompt + start - 1:
                 forks.append(Fork(start, follows))
         count = int(draws.integers(1, 4)) if turns else 0
