@@ -51,6 +51,7 @@ class EpisodeSpec:
         task = self.task
         talk = Conversation(
             tokenizer,
+            history=self.settings.history,  # type: ignore[arg-type]
             special_in_observed=self.settings.special_in_observed,  # type: ignore[arg-type]
             template_kwargs=task.chat_template_kwargs,
         )

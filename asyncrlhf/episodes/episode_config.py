@@ -71,6 +71,12 @@ class EpisodeConfig:
         "After a call that is malformed, unknown, raises or is late: tell the model in words, or end the episode.",
         choices=("tell", "end"),
     )
+    history: str = setting(
+        "keep",
+        "What a turn sees of earlier ones: what was sampled (keep), or what the chat template and the agent make of it "
+        "(fork), in further branches of the episode's row.",
+        choices=("keep", "fork"),
+    )
     special_in_observed: str = setting(
         "escape",
         "Special tokens' texts in an observation: read as plain text (escape), or a failed call (refuse).",

@@ -24,9 +24,10 @@ def test_template_and_system_prompt_stay(given: object) -> None:
     prompt = PromptEncoder(load_tokenizer(MODEL), task)("p", given)  # type: ignore[arg-type]
     driver = EpisodeSpec(EpisodeConfig(tools=["calculator"]), task, MODEL, 128).driver(inline=True)
     assert isinstance(driver, Driver)
-    opened = driver._opening(prompt, driver._world.environment({}), None)
+    opened, asked = driver._opening(prompt, driver._world.environment({}), None)
     assert opened.token_ids.tolist() == prompt.token_ids.tolist()
     assert opened.messages == prompt.messages
+    assert [message["role"] for message in asked] == ["system", "user"]
 
 
 def test_the_environment_of_the_check_before_a_run_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
