@@ -41,6 +41,14 @@ class OneSum(Sums):
     TURNS = 1
 
 
+class SlowStart(OneSum):
+    """One answer, after a reset of 0.1 s."""
+
+    async def reset(self, row: Mapping[str, Any]) -> None:
+        await asyncio.sleep(0.1)
+        await super().reset(row)
+
+
 class TailSums(Sums):
     """Steps of 0.02 s, one of fifty of 1 s."""
 

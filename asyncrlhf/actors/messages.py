@@ -16,6 +16,7 @@ from asyncrlhf.types import (
     Annotation,
     FloatArray,
     GenerationFailure,
+    GenerationRequest,
     IntArray,
     Payload,
     Prompt,
@@ -30,7 +31,7 @@ ARRAYS = (
 )  # fmt: skip
 FACTS = (
     "rollout_id", "group_id", "finish_reason", "response_text", "generator_id", "critic_version", "epoch", "tag",
-    "turns", "episode_reward", "messages", "environment",
+    "turns", "episode_reward", "messages", "environment", "forks",
 )  # fmt: skip
 # What a replica tells of a finished rollout: these four, and the first fields of a RolloutInfo, up to its payload.
 _told = attrgetter(
@@ -40,6 +41,8 @@ _told = attrgetter(
     "episode",
     *takewhile(lambda name: name != "payload", (own.name for own in fields(RolloutInfo))),
 )
+# Of a turn's request, in the order of its fields.
+_asked = attrgetter("rollout_id", "group_id", "prompt.prompt_id", "seed", "sampling", "epoch", "tag")
 NO_ARRAYS = dict.fromkeys(ARRAYS)
 _facts = attrgetter(*FACTS)
 R = TypeVar("R")
@@ -59,17 +62,25 @@ class Collected:
     spans: SpanBatch | None = None  # of the replica, from time to time
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Of the rollouts only what the replica knows: an object with all of its fields costs three times as much."""
         others = (self.failed, self.busy_seconds, self.tokens, self.ages, self.chunks, self.spans)
-        return _collected, (tuple(map(_told, self.finished)), *others)
+        return _collected, (told_infos(self.finished), *others)
 
 
 def _collected(told: Iterable[Sequence[Any]], *others: Any) -> Collected:
-    infos = (
+    return Collected(infos_of(told), *others)
+
+
+def told_infos(infos: Iterable[RolloutInfo]) -> tuple[Any, ...]:
+    """Of rollouts only what their maker knows: an object with all of its fields costs three times as much."""
+    return tuple(map(_told, infos))
+
+
+def infos_of(told: Iterable[Sequence[Any]]) -> list[RolloutInfo]:
+    """The inverse of :func:`told_infos`; the payload's index is the place."""
+    return [
         RolloutInfo(*own, payload=Payload(None, i), epoch=epoch, tag=tag, observed_length=observed, episode=episode)  # type: ignore[misc]
         for i, (epoch, tag, observed, episode, *own) in enumerate(told)
-    )
-    return Collected(list(infos), *others)
+    ]
 
 
 class Alike(tuple[R, ...]):
@@ -109,6 +120,30 @@ class RolloutBundle(Sequence[Rollout]):
         return ArrivedBundle, (
             told, _flat([p.token_ids for p in prompts]), [places[id(r.prompt)] for r in rollouts], facts, arrays
         )  # fmt: skip
+
+
+class TurnBundle(Sequence[GenerationRequest]):
+    """Requests of turns as one flat array, as in :class:`RolloutBundle`. An engine reads only the tokens of their
+    prompts, so that nothing else of a prompt travels."""
+
+    def __init__(self, requests: Iterable[GenerationRequest]) -> None:
+        self._requests = list(requests)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._requests[index]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _turns, (_flat([r.prompt_ids for r in self._requests]), tuple(map(_asked, self._requests)))
+
+
+def _turns(prompt_ids: Flat | None, asked: Iterable[Sequence[Any]]) -> TurnBundle:
+    return TurnBundle(
+        GenerationRequest(rollout_id, group_id, Prompt(name, "", ids), *rest)
+        for (rollout_id, group_id, name, *rest), ids in zip(asked, _cuts(prompt_ids), strict=True)
+    )
 
 
 Flat = tuple[tuple[int | None, ...], Any]  # the length of each array, None if it is missing, and all concatenated

@@ -6,11 +6,13 @@ import json
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.show.summary import duration
+from asyncrlhf.records.write.journal import JOURNAL_FILE
 from asyncrlhf.records.write.recorder import CONFIG_FILE, SUMMARY_FILE
 from asyncrlhf.records.write.run_lock import is_owned
 from asyncrlhf.records.write.status import read_status
@@ -51,6 +53,21 @@ def status_lines(run_dir: Path, now: float) -> Iterator[str]:
         yield from _finished(run_dir, summary)
     else:
         yield from _unfinished(run_dir, read_status(run_dir), now)
+    yield from _deaths(run_dir / JOURNAL_FILE)
+
+
+def _deaths(journal: Path) -> Iterator[str]:
+    """How often each part died, and of what the last time."""
+    found: dict[str, list[str]] = {}
+    if journal.is_file():
+        with journal.open(encoding="utf-8") as lines:
+            for line in lines:
+                if '"event":"died"' in line and line.endswith("\n"):
+                    with suppress(ValueError, KeyError, TypeError):  # a damaged line; verify names it
+                        event = json.loads(line)
+                        found.setdefault(str(event["replica"]), []).append(str(event["reason"]))
+    for name, reasons in sorted(found.items()):
+        yield f"{name} died {'once' if len(reasons) == 1 else f'{len(reasons)} times, the last time'}: {reasons[-1]}"
 
 
 def _finished(run_dir: Path, summary: Mapping[str, Any]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from asyncrlhf.actors.episodes import TurnWanted
 
+OPENING_SMOOTHING = 0.05
 DEATHS_ALLOWED = 2  # of its worker while an episode's environment is at work; with one more, the episode has failed
 
 
@@ -16,13 +17,15 @@ class EpisodeTable:
     """The episodes under way by rollout id: the worker that plays each (``at``), the turn that it waits for
     (``wanted``), the replica that sampled its turn before (``last``), and the time at which its environment was last
     given something to do (``since``). Empty if a rollout is one answer. ``deaths``: of workers with it, also of
-    episodes that are to begin again. ``call_off``: give episodes up."""
+    episodes that are to begin again. ``opening``: seconds from an episode's start to its first turn, smoothed.
+    ``call_off``: give episodes up."""
 
     at: dict[int, str] = field(default_factory=dict)
     wanted: dict[int, TurnWanted] = field(default_factory=dict)
     last: dict[int, str] = field(default_factory=dict)
     since: dict[int, float] = field(default_factory=dict)
     deaths: Counter[int] = field(default_factory=Counter)
+    opening: float = 0.0
     call_off: Callable[[Collection[int]], None] = lambda rollout_ids: None
 
     @property
@@ -41,6 +44,10 @@ class EpisodeTable:
         if self.deaths[rollout_id] < DEATHS_ALLOWED:
             return False
         return any(count >= DEATHS_ALLOWED and i in self.at for i, count in self.deaths.items() if i != rollout_id)
+
+    def opened(self, rollout_id: int, now: float) -> None:
+        """The first turn of the episode has come."""
+        self.opening += OPENING_SMOOTHING * (now - self.since[rollout_id] - self.opening)
 
     def forget(self, rollout_id: int) -> None:
         """The episode is not under way any more."""

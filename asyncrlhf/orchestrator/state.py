@@ -38,6 +38,7 @@ class Replica:
     asked: int = -1  # the newest version that it was asked to load; no token of it is newer
     in_flight: set[int] = field(default_factory=set)
     expected: dict[int, float] = field(default_factory=dict)  # episodes whose first turn it has a slot for, since when
+    ahead: int = 0  # of them, those without one: it samples others until they come
     draining: bool = False
     alive: bool = True
     restarts: int = 0
@@ -57,11 +58,12 @@ class Replica:
     @property
     def free_slots(self) -> int:
         """Slots less rollouts in flight or expected; negative if rollouts wait in the replica's queue."""
-        return self.handle.slots - len(self.in_flight) - len(self.expected)
+        return self.handle.slots - len(self.in_flight) - max(0, len(self.expected) - self.ahead)
 
     def has_slot(self, rollout_id: int) -> bool:
         """Whether a slot is free, or kept for this episode."""
-        return rollout_id in self.expected or self.free_slots > 0
+        kept = rollout_id in self.expected and (not self.ahead or len(self.in_flight) < self.handle.slots)
+        return kept or self.free_slots > 0
 
     def begin(self, rollout_id: int, now: float, version_lag: int) -> None:
         """The rollout is given to the replica, whose weights are ``version_lag`` behind the learner's."""
@@ -235,7 +237,7 @@ class RunState:
             return None
 
     def bury(self, replica: Replica, error: ReplicaError) -> None:
-        """As :meth:`died`, but also for a replica that died again before it had rejoined."""
+        """As :meth:`died`, for a replica that may have died again before it rejoined. The journal gets the cause."""
         replica.alive = False
         replica.version, replica.asked, replica.cause = -1, -1, str(error)
         lost = sorted(replica.in_flight)

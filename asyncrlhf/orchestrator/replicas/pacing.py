@@ -144,6 +144,7 @@ class Pacing:
             self._judge(replica, self._rates.reference(replica, state.config.batch_size))
             self._set_window(replica, ended, now)
             self._probe_if_due(replica, now)
+            self._open_ahead(replica)
             if replica.pace.slow:
                 self._slow[replica.name] = replica
             else:
@@ -195,6 +196,12 @@ class Pacing:
             pace.window += finished
             if pace.window >= replica.handle.slots * (1 + QUEUE_SHARE):
                 pace.window = None
+
+    def _open_ahead(self, replica: Replica) -> None:
+        """Let so many episodes begin beside those that it has slots for as it samples in the time that one needs for
+        its first turn."""
+        opening, latency, slots = self._state.episodes.opening, replica.pace.latency, replica.handle.slots
+        replica.ahead = int(slots * min(1.0, opening / latency)) if opening and latency else 0
 
     def _probe_if_due(self, replica: Replica, now: float) -> None:
         """Start a probe on a replica that is held back and idle; raises the error of its last probe."""

@@ -95,7 +95,7 @@ class Annotator:
                 return
             except ReplicaError as error:
                 self._ahead.lost(worker)
-                self._suspect(batch, error)
+                self._suspect(worker, batch, error)
                 continue
             finally:
                 del self.in_hand[worker.name]
@@ -196,13 +196,15 @@ class Annotator:
         self.workers.remove(worker)
         self._ahead.lost(worker)
         if not self.workers:
+            self._state.journal.note("died", replica=worker.name, reason=str(error))
             raise ReplicaError(f"No {self.title} is left: {error}")
-        self._suspect(batch, error)
+        self._suspect(worker, batch, error)
 
-    def _suspect(self, batch: Sequence[RolloutInfo], error: ReplicaError) -> None:
+    def _suspect(self, worker: AnnotatorHandle, batch: Sequence[RolloutInfo], error: ReplicaError) -> None:
         """The worker died in a call with these rollouts: queue each for a call of its own, or fail it if it has had
         one."""
         again = f" Its {len(batch)} rollouts are scored again, one by one." if batch else ""
+        self._state.journal.note("died", replica=worker.name, reason=str(error))
         self._state.message(f"{error}{again}")
         for info in batch:
             rollout_id = info.rollout_id

@@ -64,7 +64,8 @@ class Episodes:
             self._table.at[rollout_id], self._table.since[rollout_id] = worker.name, self._state.now()
             if rollout_id >= 0:
                 self._state.ledger.start(rollout_id, worker.name, OBSERVED)
-            told = replace(request, tag=self._attempts[rollout_id] * ATTEMPT)
+            attempts = self._attempts[rollout_id]
+            told = replace(request, tag=attempts * ATTEMPT) if attempts else request
             shares.setdefault(worker.name, []).append(told)
         for name, own in shares.items():
             self._worker(name).begin(own)
@@ -139,6 +140,8 @@ class Episodes:
         for turn in news.wanted:
             if table.at.get(turn.rollout_id) == worker.name and turn.tag // ATTEMPT == self._attempts[turn.rollout_id]:
                 table.wanted[turn.rollout_id] = turn
+                if turn.tag % ATTEMPT == 0:
+                    table.opened(turn.rollout_id, state.now())
                 if turn.rollout_id < 0:
                     self._ask(turn)
                 else:

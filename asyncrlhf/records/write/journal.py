@@ -48,7 +48,7 @@ EVENTS = {
     "load": "`replica` is asked to load `version`",
     "loaded": "`replica` answered that it holds `version`",
     "published": "every live replica has loaded `version`",
-    "died": "`replica` is lost, for this `reason`; its rollouts are requeued",
+    "died": "`replica`, or another worker of that name, is lost, for this `reason`; its rollouts are requeued",
     "joined": "`replica` takes work, at `version`: it was restarted, or is new",
     "bound": "the staleness `bound` in force from now on",
     "checkpoint": "the checkpoint of `step` is on disk",

@@ -12,14 +12,15 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrlhf.actors.messages import Alike, Collected, RolloutBundle
+from asyncrlhf.actors.episodes import EpisodeNews, TurnWanted
+from asyncrlhf.actors.messages import Alike, Collected, RolloutBundle, TurnBundle
 from asyncrlhf.actors.part import RecordActor
 from asyncrlhf.actors.worker import describe
 from asyncrlhf.buffer.held import group_from_json, group_to_json
 from asyncrlhf.readahead.owners import ChunkInfo
 from asyncrlhf.records.write.rollout_rows import RolloutRow, undo_uses, write_part
 from asyncrlhf.records.write.spans import SpanBatch
-from asyncrlhf.turns import EpisodeFacts, Turn
+from asyncrlhf.turns import EpisodeFacts, Fork, Turn
 from asyncrlhf.types import (
     OBSERVED,
     GenerationFailure,
@@ -61,7 +62,8 @@ def rollouts() -> list[Rollout]:
 def episode() -> Rollout:
     turns = Turn(0, 2, "g-0", ("search", "\ud800"), 1.5, 1), Turn(3, 6, "g-1", (), 0.5, 0, 0.25)
     versions, logprobs = np.array([5, 6, OBSERVED, 4, 7, 7]), np.full(6, -1.0, np.float32)
-    return Rollout(8, 4, prompt(1), np.arange(6), logprobs, versions, "stop", tag=3, turns=turns, episode_reward=1.0)
+    told: dict[str, Any] = {"tag": 3, "turns": turns, "episode_reward": 1.0, "forks": (Fork(2, 0),)}
+    return Rollout(8, 4, prompt(1), np.arange(6), logprobs, versions, "stop", **told)
 
 
 def travelled(thing: Any) -> Any:
@@ -99,7 +101,7 @@ def test_an_episode_brings_its_turns_and_facts_about_them(tmp_path: Path) -> Non
     assert_equal(given, travelled(RolloutBundle([given, *rollouts()]))[0])
     told = travelled(Collected(describe([given, *rollouts()]), ages=[0.0] * 7)).finished
     info = told[0]
-    assert info.episode == EpisodeFacts(2, 2.0, tool_calls=2, tool_failures=1, first_version=5, last_version=4)
+    assert info.episode == EpisodeFacts(2, 2.0, 2, 1, first_version=5, last_version=4, forks=1)
     assert (info.response_length, info.observed_length, info.min_version, info.max_version) == (5, 1, 4, 7)
     assert [other.episode for other in told[1:]] == [None] * 6
     info.reward = told[1].reward = 0.5
@@ -113,6 +115,7 @@ def test_an_episode_brings_its_turns_and_facts_about_them(tmp_path: Path) -> Non
     (row,) = pq.read_table(tmp_path / "part-00000.parquet").to_pylist()
     assert (row["consumed_at_version"], row["staleness"], row["episode_reward"]) == ([7], 3, 1.0)
     assert row["policy_versions"] == [5, 6, OBSERVED, 4, 7, 7]
+    assert (row["forks"], row["prompt_length"]) == ([{"start": 2, "follows": 0}], len(given.prompt.token_ids))
     assert [turn["tools"] for turn in row["turns"]] == [["search", "?"], []], "no half of a character"
     assert Turn(**(row["turns"][1] | {"tools": ()})) == given.turns[1]
 
@@ -124,6 +127,18 @@ def test_siblings_of_a_bundle_share_their_prompt_and_a_bundle_can_go_on() -> Non
     for one, other in zip(given, travelled(RolloutBundle(there)), strict=True):
         assert_equal(one, other)
     assert not list(travelled(RolloutBundle([])))
+
+
+def test_what_an_episode_worker_tells_arrives_whole() -> None:
+    sampling = SamplingParams(7, stop=("x",))
+    asked = [GenerationRequest(n, n // 2, prompt(n), 5 + n, sampling, 2, 9 * n) for n in range(3)]
+    there = travelled(TurnBundle(asked))
+    assert len(there) == 3 and not list(travelled(TurnBundle([])))
+    for one, other in zip(asked, there, strict=True):
+        assert_equal(replace(one, prompt=Prompt(one.prompt.prompt_id, "", one.prompt_ids)), other)
+    wanted = [TurnWanted(r.rollout_id, r.tag, Payload(None, i)) for i, r in enumerate(asked)]
+    given = EpisodeNews(wanted, describe([episode(), *rollouts()]), [GenerationFailure(9, "No room.", 2)], 4)
+    assert travelled(given) == given != EpisodeNews()
 
 
 def test_what_a_replica_tells_arrives_whole() -> None:

@@ -35,6 +35,22 @@ def test_a_run_without_a_lock_lives_if_another_machine_writes(tmp_path: Path, ho
     assert re.search(said, first_line(tmp_path, 1000.0 + ago, host=host, written=1000.0, answered=1000.0))
 
 
+def test_a_finished_run_says_why_its_parts_died(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text(json.dumps({"exit_reason": "finished", "steps": 9, "steps_planned": 9}))
+    lines = [
+        {"n": 0, "event": "died", "replica": "generator-3", "reason": "It was killed."},
+        {"n": 1, "event": "dropped", "ids": [3], "reason": '"event":"died"'},
+        {"n": 2, "event": "died", "replica": "reward-0", "reason": "Out of memory."},
+        {"n": 3, "event": "died", "replica": "generator-3", "reason": "It was frozen."},
+    ]
+    text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+    (tmp_path / "journal.jsonl").write_text(text + '{"n":4,"event":"died"}\n{"n":5,"event":"died","rep')
+    assert list(status_lines(tmp_path, 0.0))[1:] == [
+        "generator-3 died 2 times, the last time: It was frozen.",
+        "reward-0 died once: Out of memory.",
+    ]
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"pid": 3}', "\x00"])
 def test_files_that_no_run_wrote_are_no_status(text: str, tmp_path: Path) -> None:
     for name in ("status.json", "summary.json"):
