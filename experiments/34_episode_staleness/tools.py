@@ -75,6 +75,7 @@ def overrides(cell: Cell) -> list[str]:
         "generator.slots=256", "generator.fake.latency_median=0.25", "generator.fake.length_mean=4",
         "generator.max_completion_length=100", "fusion.max_wait_ms=0", "logging=quiet", "logging.rollouts=false",
         "checkpoint.at_end=false", "weights.audit_every=0", "eval_every=0", "task.heldout_size=1",
+        "learner.token_budget=16384",  # one pass a step, so that slow_loss is called once
     ]  # fmt: skip
 
 
