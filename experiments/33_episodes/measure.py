@@ -74,8 +74,8 @@ def one_turn(rounds: int, steps: int) -> dict:
 
 
 def many(episodes: int, rounds: int) -> dict:
-    """The controller's delay while ``episodes`` are played at a time. Turns are one token, and a batch, a tenth of the
-    episodes, is due every two seconds, so that the learner mostly waits."""
+    """The controller's delay while ``episodes`` are played at a time. Turns are one token; a tenth of the episodes is a
+    batch, due every two seconds. A learner that takes longer for it leaves fewer episodes at a time."""
     steps = 24
     medians, worst = [], []
     for number in range(rounds):
