@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from asyncrlhf.actors.messages import Address, RolloutBundle, TurnBundle, infos_of, resolved, told_infos
 from asyncrlhf.actors.part import PartActor
@@ -66,8 +66,7 @@ class EpisodeSpec:
         )
 
 
-@dataclass(frozen=True)
-class TurnWanted:
+class TurnWanted(NamedTuple):
     """A turn that an episode waits for; its request lies behind ``payload``."""
 
     rollout_id: int
@@ -108,7 +107,7 @@ def told(news: EpisodeNews, requests: Any, rollouts: Any, now: float) -> Episode
     """``news`` with the places of requests and rollouts, and the time by the caller's clock."""
     for info in news.finished:
         info.payload, info.generated_at = Payload(rollouts, info.payload.index), now
-    wanted = [replace(turn, payload=Payload(requests, turn.payload.index)) for turn in news.wanted]
+    wanted = [TurnWanted(turn.rollout_id, turn.tag, Payload(requests, turn.payload.index)) for turn in news.wanted]
     return replace(news, wanted=wanted)
 
 

@@ -34,10 +34,11 @@ def assert_played(done: Finished, steps: int, batch: int) -> None:
     assert verify(done.folder) == []
 
 
-def test_an_agent_with_openais_client_trains(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("steps", "batch"), [(3, 4), pytest.param(20, 2, marks=pytest.mark.more)])
+def test_an_agent_with_openais_client_trains(tmp_path: Path, steps: int, batch: int) -> None:
     command = f"episode.agent_command={sys.executable} {FOLDER / 'agents.py'} sums"
-    done = run(tmp_path, *SMALL, "steps=3", "batch_size=4", command)
-    assert_played(done, 3, 4)
+    done = run(tmp_path, *SMALL, f"steps={steps}", f"batch_size={batch}", command)
+    assert_played(done, steps, batch)
 
 
 @pytest.mark.more

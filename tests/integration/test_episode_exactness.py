@@ -1,4 +1,4 @@
-"""Episodes of the transformers engine, across weight updates: what it sampled is in the row, with its log-probs."""
+"""Episodes of each engine, across weight updates: what it sampled is in the row, with its log-probs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from asyncrlhf.episodes.worker import EpisodeWorker
 from asyncrlhf.models.checkpoint_folder import resolve
 from asyncrlhf.types import Rollout
 from tests.loop import run
+from tests.vllm_tiny import needs_vllm
 
 pytestmark = pytest.mark.more
 
@@ -23,14 +24,25 @@ STEPS, BATCH = 10, 128
 TOLERANCE = 1e-4
 
 
+ENGINES = {
+    "hf": (),
+    "vllm": ("generator.engine=vllm", "generator.vllm.kv_cache_gb=0.1"),
+}
+
+
+@pytest.fixture(scope="module", params=["hf", pytest.param("vllm", marks=[pytest.mark.thorough, *needs_vllm])])
+def engine(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def sampled() -> dict[tuple[int, int], list[int]]:
+def sampled(engine: str) -> dict[tuple[int, int], list[int]]:
     """The ids that the engine gave, by rollout id and turn."""
     return {}
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory, sampled: dict[tuple[int, int], list[int]]) -> Any:
+def rows(tmp_path_factory: pytest.TempPathFactory, engine: str, sampled: dict[tuple[int, int], list[int]]) -> Any:
     """The rows of a run's episodes, and the folders of its models by version."""
     folder = tmp_path_factory.mktemp("exact")
     take = EpisodeWorker.sampled
@@ -48,7 +60,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory, sampled: dict[tuple[int, int]
             f"batch_size={BATCH}", "num_generations=4", "learner.learning_rate=1e-3", "generator.slots=32",
             "async.on_weight_update=interrupt", "async.max_staleness=4", "learner.virtual_step_seconds=0.05",
             "checkpoint.every=1", "checkpoint.keep=100", f"logging.rollout_tokens={BATCH}",
-            "generator.max_completion_length=40",
+            "generator.max_completion_length=40", *ENGINES[engine],
         )  # fmt: skip
     models = {int(path.name.rpartition("-")[2]): path / "learner/model" for path in folder.glob("checkpoints/step-*")}
     return pd.read_parquet(folder / "rollout_tokens"), {0: Path(resolve(ModelConfig().path)), **models}

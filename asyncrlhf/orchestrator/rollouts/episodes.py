@@ -64,7 +64,8 @@ class Episodes:
             self._table.at[rollout_id], self._table.since[rollout_id] = worker.name, self._state.now()
             if rollout_id >= 0:
                 self._state.ledger.start(rollout_id, worker.name, OBSERVED)
-            told = replace(request, tag=self._attempts[rollout_id] * ATTEMPT)
+            attempts = self._attempts[rollout_id]
+            told = replace(request, tag=attempts * ATTEMPT) if attempts else request
             shares.setdefault(worker.name, []).append(told)
         for name, own in shares.items():
             self._worker(name).begin(own)
