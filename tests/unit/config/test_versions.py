@@ -39,7 +39,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], 
 
 @pytest.mark.parametrize(
     ("package", "version"),
-    [("torch", "2.10.0+cu128"), ("transformers", "5.15.1"), ("transformers", "6.0.0"), ("ray", "2.59.0")],
+    [("torch", "2.10.0+cu128"), ("transformers", "5.18.0"), ("transformers", "6.0.0"), ("ray", "2.59.0")],
 )
 def test_a_library_of_another_version_is_refused(
     package: str, version: str, installed: Callable[[str, str], None]
