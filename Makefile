@@ -81,7 +81,7 @@ OLDEST := .venv-oldest
 $(OLDEST)/.installed: pyproject.toml
 	@rm -rf $(OLDEST) && $(PYTHON) -m venv $(OLDEST)
 	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.9
-	@echo "Installing the lowest versions into $(OLDEST): some 7 GB, for PyPI has older versions of torch as CUDA builds only."
+	@echo "Installing the lowest versions into $(OLDEST): some 6 GB, for PyPI has older versions of torch as CUDA builds only."
 	@$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct --editable ".[dev,deepspeed,gguf,mlflow]"
 	@touch $@
 
