@@ -92,12 +92,14 @@ def evaluate(
     reward: Reward | Sequence[Reward] | None = None,
     *,
     reward_weights: Sequence[float] | None = None,
+    tools: Sequence[Tool] = (),
+    environment_factory: str | Factory | Mapping[str, Factory] | None = None,
     overrides: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Evaluation:
-    """Answers to the held-out prompts, as ``asyncrlhf evaluate``. A :class:`Run` as ``model`` takes that run's settings
-    and its newest checkpoint. ``dataset``, ``reward`` and ``reward_weights`` are those of :func:`train`; of rows every
-    prompt is answered."""
+    """Answers to the held-out prompts, or episodes, as ``asyncrlhf evaluate``. A :class:`Run` as ``model`` takes that
+    run's settings, tools and environment among them, and its newest checkpoint. The other arguments are those of
+    :func:`train`; of rows every prompt is answered."""
     import pandas as pd
 
     from asyncrlhf.report.frames import Evaluation, Run
@@ -108,12 +110,18 @@ def evaluate(
         parts = dataset.values() if _is_splits(dataset) else [dataset]
         given["task.heldout_size"] = max(1, sum(map(len, parts)))
     with TemporaryDirectory(prefix="asyncrlhf-evaluate-") as folder:
-        rewarded = _reward(reward, reward_weights, Path(folder))
-        rest = [*_dataset(dataset, Path(folder)), *rewarded, *_overrides(given)]
+        asked: list[str] = []
+        if dataset is not None or not isinstance(model, Run):  # a run has its own data
+            asked = _dataset(dataset, Path(folder), environment_factory, str(given.get("task.prompt_key", "prompt")))
+        played = _episode(tools, environment_factory, Path(folder))
+        rewarded = _reward(reward, reward_weights, Path(folder), environment_factory)
+        rest = [*asked, *played, *rewarded, *_overrides(given)]
         if isinstance(model, Run):
             from asyncrlhf.cli.stages import config_of_run
 
-            emptied = [*(_OWN_DATA if dataset is not None else ()), *(_OWN_REWARD if reward is not None else ())]
+            own = ((asked, _OWN_DATA), (played, _OWN_EPISODE), (rewarded, _OWN_REWARD))
+            emptied = [word for new, words in own if new for word in words]
+            rest = ["task.kind=environment" if word == "task=environment" else word for word in rest]
             config = config_of_run(model.path, [*emptied, *rest])
         else:
             config = load_config([*_model(model), *rest])
@@ -366,6 +374,7 @@ def _text(value: Any) -> str:
 
 # What a run's own settings may hold beside those that name the new data or reward.
 _OWN_DATA = ("task.mixture=null", "task.subset=''", "task.split=train", "task.heldout_split=''", "task.streaming=false")
+_OWN_EPISODE = ("episode.tools=[]", "episode.environment=''", "episode.agent=''", "episode.agent_command=''")
 _OWN_REWARD = ("reward.reward_funcs=[]", "reward.reward_weights=[]", "reward.parts={}")
 _RANGE = re.compile(r"(interval|range|tag|int|float|choice|glob)\(.*\)")
 _WORDS = ("null", "true", "false", "nan", "inf", "none")  # texts that Hydra would not read as text

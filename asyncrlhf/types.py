@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrlhf.turns import EpisodeFacts, Turn
+from asyncrlhf.turns import EpisodeFacts, Fork, Turn, wrong_fork
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
@@ -90,7 +90,8 @@ class Rollout:
     engine creates it, its worker adds text and name.
 
     In an episode of several turns the response has sampled and observed stretches in turn (``turns``). An observed
-    token has version ``OBSERVED``, log-prob 0 and no effect on the loss.
+    token has version ``OBSERVED``, log-prob 0 and no effect on the loss. ``forks``: where another branch begins, such
+    as a sub-agent's. Each sampled token is in one branch: what others repeat of it is shared with it, or observed.
 
     With truncated sampling, the tokens allowed at each position are ragged ids: those of response token t are the
     ``kept_counts[t]`` ids after those of the previous tokens. A count of 0 means the whole vocabulary.
@@ -117,6 +118,7 @@ class Rollout:
     episode_reward: float | None = None  # that its environment gave
     messages: tuple[Mapping[str, Any], ...] = ()  # of an episode: what was sampled and observed after the prompt
     environment: Mapping[str, Any] | None = None  # plain attributes of a user's environment at the episode's end
+    forks: tuple[Fork, ...] = ()  # of an episode, in the order of their starts
 
     @property
     def sampled(self) -> NDArray[np.bool_]:
@@ -133,6 +135,8 @@ class Rollout:
         if kept != counted or (self.kept_ids is None) != (self.kept_counts is None):
             raise ValueError(f"rollout {self.rollout_id}: {kept} kept ids, where their counts say {counted}")
         inputs = len(self.prompt.token_ids) + len(self.response_ids) - 1
+        if wrong := wrong_fork(self.forks, len(self.prompt.token_ids), self.sampled):
+            raise ValueError(f"rollout {self.rollout_id}: {wrong} follows no token before it, or has no context")
         if self.routed_experts is not None and len(self.routed_experts) != inputs:
             raise ValueError(f"rollout {self.rollout_id}: experts of {len(self.routed_experts)} of {inputs} tokens")
 
@@ -281,7 +285,8 @@ class TrainSample:
 class TrainBatch:
     """Packed batch: sequence i is ``token_ids[cu_seqlens[i]:cu_seqlens[i+1]]``, prompt then response, no padding.
 
-    Per-token arrays are aligned with the tokens: entry t belongs to the log-prob of token t given its sequence before.
+    Per-token arrays are aligned with the tokens: entry t belongs to the log-prob of token t given its sequence before;
+    where sequences fork, given the tokens that it follows (``follows``).
     """
 
     token_ids: IntArray  # [T]
@@ -303,6 +308,7 @@ class TrainBatch:
     routed_experts: NDArray[np.unsignedinteger] | None = None  # [T, E] of each token as input; 0 on the last ones
     turns: IntArray | None = None  # [T] the number of each token's turn, -1 on prompts and observed tokens
     turn_rewards: FloatArray | None = None  # [T] of each turn, on its last token; both None: credit goes to the whole
+    follows: IntArray | None = None  # [T] the place in its sequence of the token that each follows; None: no forks
 
     @property
     def num_sequences(self) -> int:

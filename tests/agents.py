@@ -31,6 +31,23 @@ def sums(base_url: str, api_key: str, row: Row) -> float:
     return right / 2
 
 
+def branches(base_url: str, api_key: str, row: Row) -> float:
+    """Asks a sub-agent between its own two questions, and then goes on with a part of what was said."""
+    client = OpenAI(base_url=base_url, api_key=api_key)
+
+    def said(prompt: str) -> str:
+        return client.completions.create(model="any", prompt=prompt, max_tokens=6).choices[0].text
+
+    main = str(row["prompt"])
+    main += said(main)
+    sub = "12+30="
+    sub += said(sub) + " "
+    sub += said(sub)
+    main += f" {sub[-3:]} 2+3="
+    main += said(main)
+    return float(said(main[-9:]).strip().startswith("5"))
+
+
 def fails(base_url: str, api_key: str, row: Row) -> None:
     raise RuntimeError(f"no such file, key {api_key}")
 

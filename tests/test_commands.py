@@ -28,7 +28,8 @@ from asyncrlhf.sweeps.plan import plan_sweep
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```(?:bash|sh)?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"^```python\n# (\w+\.py)\n(.*?)^```", re.MULTILINE | re.DOTALL)  # what a page tells to write
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 STARTS = ("asyncrlhf ", "make ", "ray job submit ")
 
 # What never starts here, and why.
@@ -85,7 +86,9 @@ LOSS = "def loss(inputs):\n    return -inputs.advantages * inputs.policy_logprob
 
 def commands(page: Path) -> list[str]:
     found = []
-    for block in BLOCK.findall(page.read_text()):
+    for language, block in BLOCK.findall(page.read_text()):
+        if language not in ("", "bash", "sh"):
+            continue
         for line in re.sub(r"\\\n\s*", "", block).splitlines():
             command = re.split(r"\s{2,}#|\s#\s", line)[0].strip()
             if command.startswith(STARTS):
@@ -136,11 +139,16 @@ def resolve(words: Sequence[str]) -> None:
         load_config(rest)
 
 
-def furnish(folder: Path) -> None:
-    """What the pages take for granted: a model, prompts, demonstrations, functions of the user's own."""
+def furnish(folder: Path, page: Path | None = None) -> None:
+    """What the pages take for granted: a model, prompts, demonstrations, functions of the user's own; and what
+    ``page`` tells to write."""
     folder.mkdir(exist_ok=True)
+    chats = page is not None and page.stem in ("episodes", "your_own")  # they take a chat template for granted
+    tiny = "tiny-tools" if chats else "tiny-arithmetic"
     for model in ("my-model", "BASE"):
-        shutil.copytree(ROOT / "asyncrlhf" / "assets" / "tiny-arithmetic", folder / model)
+        shutil.copytree(ROOT / "asyncrlhf" / "assets" / tiny, folder / model)
+    for name, text in FILE.findall(page.read_text()) if page is not None else ():
+        (folder / name).write_text(text)
     sums = [(f"{i}+{j}=", str(i + j)) for i in range(2, 9) for j in range(3, 9)]
     rows = [f'{{"prompt": "{q}", "answer": "{a}"}}' for q, a in sums]
     for name in ("my.jsonl", "prompts.jsonl"):
@@ -185,8 +193,8 @@ def test_a_handful_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Path]:
     """A page's folder, in which its commands run one after the other."""
     made = {page: tmp_path_factory.mktemp(page.stem) / "page" for page in PAGES}
-    for folder in made.values():
-        furnish(folder)
+    for page, folder in made.items():
+        furnish(folder, page)
     reporting = [page for page, command in ALL if command.startswith("asyncrlhf report")]
     for page in dict.fromkeys(reporting):
         furnish_runs(made[page])

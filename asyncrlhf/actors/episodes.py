@@ -22,7 +22,7 @@ from asyncrlhf.episodes.worker import EpisodeWorker
 from asyncrlhf.episodes.world import World
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.models.checkpoint_folder import load_tokenizer
-from asyncrlhf.records.write.spans import SpanBatch
+from asyncrlhf.records.write.spans import Span, SpanBatch, host
 from asyncrlhf.tasks.task import PromptEncoder
 from asyncrlhf.types import GenerationFailure, GenerationRequest, Payload, Rollout, RolloutInfo
 
@@ -51,6 +51,7 @@ class EpisodeSpec:
         task = self.task
         talk = Conversation(
             tokenizer,
+            history=self.settings.history,  # type: ignore[arg-type]
             special_in_observed=self.settings.special_in_observed,  # type: ignore[arg-type]
             template_kwargs=task.chat_template_kwargs,
         )
@@ -76,16 +77,44 @@ class TurnWanted(NamedTuple):
 
 @dataclass(frozen=True)
 class EpisodeNews:
-    """What became of a worker's episodes since its last answer. ``playing``: those whose environment is at work."""
+    """What became of a worker's episodes since its last answer, and its spans. ``playing``: those whose environment is
+    at work."""
 
     wanted: list[TurnWanted] = field(default_factory=list)
     finished: list[RolloutInfo] = field(default_factory=list)
     failed: list[GenerationFailure] = field(default_factory=list)
     playing: int = 0
+    spans: Sequence[SpanBatch] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         wanted = tuple((turn.rollout_id, turn.tag) for turn in self.wanted)
-        return _news, (wanted, told_infos(self.finished), self.failed, self.playing)
+        return _news, (wanted, told_infos(self.finished), self.failed, self.playing, self.spans)
+
+
+class StepLanes:
+    """The spans of a worker's environments and tools, one a step. Steps at one time are in lanes of their own, each a
+    part of the timeline; those that find no lane free are not recorded."""
+
+    MOST = 4
+
+    def __init__(self, worker: EpisodeWorker) -> None:
+        """Called on the worker's loop, whose clock is that of the spans."""
+        self._worker, self._clock = worker, asyncio.get_running_loop().time
+        self._ends = [self._clock()] * self.MOST
+
+    def take(self) -> list[SpanBatch]:
+        spans: list[list[Span]] = [[] for _ in self._ends]
+        steps, lost = self._worker.steps.take()
+        for step in sorted(steps, key=lambda step: step.start):
+            lane = next((i for i, end in enumerate(self._ends) if end <= step.start), None)
+            if lane is not None:
+                kind = f"step {step.name}".strip()
+                waited = Span("wait", self._ends[lane], step.start)
+                spans[lane] += [waited, Span(kind, step.start, step.end, busy_seconds=step.end - step.start)]
+                self._ends[lane] = step.end
+        now, name = self._clock(), self._worker.name
+        batches = [SpanBatch(f"{name}-{i}", own, now, now, host()) for i, own in enumerate(spans) if own]
+        return [batch._replace(lost=lost if i == 0 else 0) for i, batch in enumerate(batches)]
 
 
 def _wanted(asked: Iterable[tuple[int, int]]) -> list[TurnWanted]:
@@ -96,10 +125,11 @@ def _news(wanted: Iterable[tuple[int, int]], finished: Iterable[Sequence[Any]], 
     return EpisodeNews(_wanted(wanted), infos_of(finished), *others)
 
 
-def news_of(worker: EpisodeWorker) -> tuple[EpisodeNews, TurnBundle, RolloutBundle]:
+def news_of(worker: EpisodeWorker, lanes: StepLanes) -> tuple[EpisodeNews, TurnBundle, RolloutBundle]:
     """The facts, and the bundles for their payloads (:func:`told`)."""
     requests, rollouts, failed = worker.take()
-    news = EpisodeNews(_wanted((r.rollout_id, r.tag) for r in requests), describe(rollouts), failed, worker.playing)
+    wanted = _wanted((r.rollout_id, r.tag) for r in requests)
+    news = EpisodeNews(wanted, describe(rollouts), failed, worker.playing, lanes.take())
     return news, TurnBundle(requests), RolloutBundle(rollouts)
 
 
@@ -132,6 +162,7 @@ class EpisodeActor(PartActor):
         if self._agents is not None:
             self._there(self._agents.open(where().address))
         self._worker: EpisodeWorker = self._there(_async(lambda: EpisodeWorker(name, driver)))
+        self._lanes: StepLanes = self._there(_async(lambda: StepLanes(self._worker)))
 
     def _there(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of ``work`` on the episodes' loop."""
@@ -165,13 +196,13 @@ class EpisodeActor(PartActor):
         if self._calls.abandoned >= self.MOST_ABANDONED:
             what = "agents" if self._agents is not None else "tools"
             raise ReplicaError(f"{self._worker.name} has {self._calls.abandoned} calls of {what} that do not end.")
-        return news_of(self._worker)
+        return news_of(self._worker, self._lanes)
 
     def close(self) -> list[SpanBatch]:
         self._there(_async(self._worker.close))
         if self._agents is not None:
             self._there(self._agents.shut())
-        return []
+        return self._there(_async(self._lanes.take))
 
 
 async def _async(action: Callable[[], T]) -> T:

@@ -31,7 +31,7 @@ ARRAYS = (
 )  # fmt: skip
 FACTS = (
     "rollout_id", "group_id", "finish_reason", "response_text", "generator_id", "critic_version", "epoch", "tag",
-    "turns", "episode_reward", "messages", "environment",
+    "turns", "episode_reward", "messages", "environment", "forks",
 )  # fmt: skip
 # What a replica tells of a finished rollout: these four, and the first fields of a RolloutInfo, up to its payload.
 _told = attrgetter(

@@ -171,6 +171,7 @@ def _episode(rollout: Rollout) -> EpisodeFacts:
         tool_failures=sum(turn.failures for turn in turns),
         first_version=oldest(turns[0]),
         last_version=oldest(turns[-1]),
+        forks=len(rollout.forks),
     )
 
 

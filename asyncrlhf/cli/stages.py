@@ -231,6 +231,15 @@ def _figures(result: Mapping[str, Any]) -> list[tuple[str, str]]:
             for key in result
             if key.startswith("pass_at_") and not key.endswith("_error")
         ),
+        *(
+            (name, _number(result[key]))
+            for name, key in (
+                ("turns", "turns_mean"),
+                ("tool calls", "tool_calls_mean"),
+                ("  failed", "tool_failures_mean"),
+            )
+            if key in result
+        ),
         ("response length", _number(result["response_length_mean"])),
         ("cut off", _number(result["truncation_rate"])),
     ]

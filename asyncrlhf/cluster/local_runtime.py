@@ -15,7 +15,7 @@ import numpy as np
 
 from asyncrlhf.actors.annotator import AnnotatorSpec, AnnotatorWorker, build_annotator
 from asyncrlhf.actors.build_generator import build_worker
-from asyncrlhf.actors.episodes import EpisodeNews, EpisodeSpec, news_of, told
+from asyncrlhf.actors.episodes import EpisodeNews, EpisodeSpec, StepLanes, news_of, told
 from asyncrlhf.actors.learner import LearnerLanes, LearnerSpec, LearnerWorker
 from asyncrlhf.actors.messages import Collected, Offer, joined, placed
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, located
@@ -202,9 +202,10 @@ class LocalAnnotator(LocalPart[AnnotatorWorker]):
 class LocalEpisodes(LocalPart[EpisodeWorker]):
     """Plays episodes on the run's own clock."""
 
-    def __init__(self, name: str, build: Callable[[], EpisodeWorker]) -> None:
+    def __init__(self, name: str, build: Callable[[], EpisodeWorker], told: Hear) -> None:
         super().__init__(name, build())
-        self._build = build
+        self._build, self._told = build, told
+        self._lanes = StepLanes(self.worker)
         self._killed = asyncio.Event()
         self.restarts = 0
 
@@ -231,11 +232,17 @@ class LocalEpisodes(LocalPart[EpisodeWorker]):
                 wait.cancel()
         if self._killed.is_set():
             raise ReplicaError(f"{self.name} is dead")
-        return told(*news_of(self.worker), asyncio.get_running_loop().time())
+        return self._news()
+
+    def _news(self) -> EpisodeNews:
+        news, requests, rollouts = news_of(self.worker, self._lanes)
+        hear(self._told, *news.spans)
+        return told(news, requests, rollouts, asyncio.get_running_loop().time())
 
     async def restart(self, error: ReplicaError, counts: bool = True) -> None:
         self.restarts += 1
         self.worker, self._killed = self._build(), asyncio.Event()
+        self._lanes = StepLanes(self.worker)
 
 
 class LocalLearner(LocalPart[LearnerWorker]):
@@ -356,7 +363,7 @@ class LocalRuntime(Runtime):
         if spec is None:
             return []
         names = [f"{spec.kind}-{i}" for i in range(spec.settings.workers)]
-        return [LocalEpisodes(name, partial(self._workers.episodes, spec, name)) for name in names]
+        return [LocalEpisodes(name, partial(self._workers.episodes, spec, name), self.told) for name in names]
 
     def _generator(self, spec: GeneratorSpec) -> LocalGenerator:
         worker = self._workers.generator(spec, asyncio.get_running_loop().time)

@@ -273,21 +273,47 @@ def _chosen(rollouts: Sequence[RolloutInfo]) -> tuple[tuple[tuple[Address, float
     return tuple((address, r.reward, r.weight, r.masked_before_version) for address, r in found), references
 
 
-class RayAnnotator(RayPart[AnnotatorWorker]):
-    """Restarts its worker when it dies, freezes, or has not answered for ``spec.answer_seconds``, at most
-    ``spec.max_restarts`` times. Ray's own retries would hide which call killed it."""
+class RestartedPart(RayPart[W]):
+    """A part whose process is replaced when it dies or freezes, at most ``max_restarts`` times without success in
+    between: a subclass then sets ``_deaths`` to 0."""
 
-    # Called with the worker's name before it is restarted: waits for its devices, and returns the options anew.
+    # Called with the worker's name before a restart: waits for its node and devices, and returns the options anew.
     renew: Callable[[str], Awaitable[Options]] | None = None
 
+    def __init__(self, name: str, options: Options, start_seconds: float, max_restarts: int) -> None:
+        self._options, self._max_restarts = options, max_restarts
+        self._deaths = self.restarts = 0
+        super().__init__(name, self._start(name), start_seconds)
+
+    def _start(self, name: str) -> Any:
+        """A new actor with ``_options``."""
+        raise NotImplementedError
+
+    async def _revive(self, error: ReplicaError, counts: bool = True) -> None:
+        """Replace the process after ``error``. Raises WorkerLostError if it has died too often, or cannot be started;
+        a death that does not count (``counts``) is none of those."""
+        self._deaths += counts
+        ray.kill(self.actor)
+        if self._deaths > self._max_restarts:
+            raise WorkerLostError(f"{error} It is not started again (max_restarts).") from error
+        self.restarts += 1
+        try:
+            self._options = await self.renew(self.name) if self.renew else self._options
+            self.actor = self._start(self.name)
+            await self.ready()
+        except ReplicaError as failure:
+            raise WorkerLostError(f"{failure} It had died before: {error}") from failure
+
+
+class RayAnnotator(RestartedPart[AnnotatorWorker]):
+    """Restarts its worker also when it has not answered for ``spec.answer_seconds``. Ray's own retries would hide which
+    call killed it."""
+
     def __init__(self, spec: AnnotatorSpec, number: int, options: Options, start_seconds: float) -> None:
-        self._spec, self._options = spec, options
-        self._deaths = 0  # since the last answer
-        self.restarts = 0
+        self._spec = spec
         self._asked = 0  # calls under way
         self._replaced: ReplicaError | None = None  # a death that no caller heard of
-        name = f"{spec.kind}-{number}"
-        super().__init__(name, self._start(name), start_seconds)
+        super().__init__(f"{spec.kind}-{number}", options, start_seconds, spec.max_restarts)
 
     def _start(self, name: str) -> Any:
         return actor_class(AnnotatorActor, **self._options).remote(self._spec, name)
@@ -337,19 +363,6 @@ class RayAnnotator(RayPart[AnnotatorWorker]):
             self._asked -= 1
         self._deaths = 0
         return answer
-
-    async def _revive(self, error: ReplicaError) -> None:
-        self._deaths += 1
-        ray.kill(self.actor)
-        if self._deaths > self._spec.max_restarts:
-            raise WorkerLostError(f"{error} It is not started again (max_restarts).") from error
-        self.restarts += 1
-        try:
-            self._options = await self.renew(self.name) if self.renew else self._options
-            self.actor = self._start(self.name)
-            await self.ready()
-        except ReplicaError as failure:
-            raise WorkerLostError(f"{failure} It had died before: {error}") from failure
 
     async def close(self) -> None:
         """End its process at once if it is busy: a worker holds nothing that must be closed."""

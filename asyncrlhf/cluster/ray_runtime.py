@@ -202,7 +202,7 @@ class RayRuntime(Runtime):
         seconds = self._cluster.start_timeout_seconds
         workers = [RayEpisodes(spec, i, self._placer.options(name), seconds) for i, name in enumerate(names)]
         for worker in workers:
-            worker.renew = self._renewed
+            worker.told, worker.renew = self.told, self._renewed
         return [*workers]
 
     def _generator(self, spec: GeneratorSpec) -> RayGenerator:

@@ -1,3 +1,3 @@
 """Rows, prompts and their packing; the settings of model and task; the manifest of files that belong together."""
 
-DOORS = ("checkpoint_manifest", "data_config", "number_formats", "packing", "rows", "sources")
+DOORS = ("branches", "checkpoint_manifest", "data_config", "number_formats", "packing", "rows", "sources")

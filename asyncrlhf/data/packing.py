@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from asyncrlhf.data.branches import follows_of
 from asyncrlhf.turns import Turn
 from asyncrlhf.types import OBSERVED, FloatArray, IdArray, IntArray, Prompt, Rollout, TrainBatch, TrainSample
 
 # Arrays of a TrainBatch by the unit of their entries; the kept sets of truncated sampling have another layout.
 _TOKENS = (
     "token_ids", "loss_mask", "response_mask", "behavior_logprobs", "policy_versions", "ref_logprobs", "values",
-    "routed_experts", "turns", "turn_rewards",
+    "routed_experts", "turns", "turn_rewards", "follows",
 )  # fmt: skip
 _ROWS = ("rewards", "weights", "group_ids", "rollout_ids", "truncated", "critic_versions")
 
@@ -75,6 +76,7 @@ def pack(samples: Sequence[TrainSample], *, turns: bool = False) -> TrainBatch:
         routed_experts=_laid_out([r.routed_experts for r in rollouts], inputs, "their experts"),
         turns=numbers,
         turn_rewards=turn_rewards,
+        follows=np.concatenate([follows_of(r) for r in rollouts]) if any(r.forks for r in rollouts) else None,
     )
 
 

@@ -10,6 +10,7 @@ import jinja2
 import numpy as np
 
 from asyncrlhf.episodes.observed_tokens import ObservedTextError, ObservedTokens
+from asyncrlhf.episodes.rendering import call_id_of, encodable, whole_conversation
 from asyncrlhf.episodes.replies import ParsedReply, ReplyReader, call_id, known_response_template
 from asyncrlhf.episodes.turn_frames import Message, TurnFrames
 from asyncrlhf.errors import ConfigError
@@ -27,9 +28,11 @@ class Conversation:
     between two turns, found by rendering a small conversation.
 
     Some templates render an earlier turn otherwise than a last one: they drop thoughts or strip white space
-    (``rewrites_history``; ``note`` is a sentence that says what, empty if nothing). With ``history=keep``, the only
-    choice so far, what was sampled stays in the row as it is: the model sees its own thoughts of earlier turns, which
-    it would not see if each turn's prompt were rendered anew.
+    (``rewrites_history``; ``note`` is a sentence that says what, empty if nothing). With ``history=keep`` what was
+    sampled stays in the row as it is: the model sees its own thoughts of earlier turns, which it would not see if each
+    turn's prompt were rendered anew. With ``history=fork`` it sees what a server would show it: where the rendering
+    says something else than the row, the next turn follows the rendering, as another branch of the row
+    (:meth:`rewritten`).
 
     Without a chat template all is plain text: texts follow each other, and nothing is added between them.
 
@@ -47,9 +50,7 @@ class Conversation:
         template_kwargs: Mapping[str, Any] | None = None,
         response_template: Mapping[str, Any] | None = None,
     ) -> None:
-        if history == "fork":
-            raise ConfigError("history=fork is not supported yet; allowed: history=keep.")
-        self._tokenizer = tokenizer
+        self._tokenizer, self.forks = tokenizer, history == "fork"
         self._response_template = response_template
         written = f"{tokenizer.chat_template or ''}{response_template or ''}"
         self._tokens = ObservedTokens(tokenizer, written, refuse=special_in_observed == "refuse")
@@ -58,9 +59,12 @@ class Conversation:
             self._frames = TurnFrames(tokenizer, self._tokens, template_kwargs or {})
         changes = self._frames.changes if self._frames else ()
         self.rewrites_history = bool(changes)
+        done = "keeps them as they were sampled (episode.history=keep)"
+        if self.forks:
+            done = "shows each turn what the template writes, in a branch of its own (episode.history=fork)"
         self.note = (
             f"The chat template rewrites earlier turns when it renders a whole conversation: it {_listed(changes)}; an "
-            "episode keeps them as they were sampled (history=keep)."
+            f"episode {done}."
             if changes
             else ""
         )
@@ -101,12 +105,12 @@ class Conversation:
         """
         if not observed:
             raise ValueError("a suffix is made of at least one observed message")
-        texts = [_encodable(str(m["content"])) for m in observed]
+        texts = [encodable(str(m["content"])) for m in observed]
         if self._frames is None:
             return _array(self._tokens.plain("".join(texts)))
         frames, count = self._frames, len(observed)
-        names = [_encodable(str(m.get("name") or "tool")) for m in observed]
-        ids = [_tool_call_id(m, place) for place, m in enumerate(observed)]
+        names = [encodable(str(m.get("name") or "tool")) for m in observed]
+        ids = [call_id_of(m.get("tool_call_id"), place) for place, m in enumerate(observed)]
         frame = frames.frame([{**m, "content": text} for m, text in zip(observed, texts, strict=True)])
 
         def render(given: Sequence[str]) -> str:
@@ -118,6 +122,27 @@ class Conversation:
         except (jinja2.TemplateError, TypeError) as error:
             raise ObservedTextError(f"The chat template refuses an observed message: {error}.") from error
         return _array(following[self._already([int(t) for t in sampled[-_LONGEST_END:]], following, frame.end) :])
+
+    def whole(self, messages: Sequence[Message], tools: Sequence[Message], opening: int) -> IntArray:
+        """[n] the tokens of a conversation up to the beginning of the next turn. Its first ``opening`` messages are a
+        prompt. Raises ObservedTextError and ConfigError as :func:`whole_conversation` does."""
+        assert self._frames is not None, "without a chat template nothing is rendered"
+        return _array(whole_conversation(self._frames, self._tokens, messages, tools, opening))
+
+    def rewritten(
+        self, row: IntArray, messages: Sequence[Message], tools: Sequence[Message], opening: int
+    ) -> IntArray | None:
+        """[n] :meth:`whole`, where it says something else than ``row`` [m], the tokens of the same conversation as it
+        was sampled and continued. None if both say the same: what was sampled is not tokenised again. None with
+        ``history=keep``, and without a chat template."""
+        if not self.forks or self._frames is None or not messages:
+            return None
+        if opening and messages[opening - 1]["role"] == "assistant":  # which the first turn continued
+            begun, turn = messages[opening - 1 : opening + 1]
+            one = {**turn, "content": f"{begun['content']}{turn['content']}"}
+            messages, opening = [*messages[: opening - 1], one, *messages[opening + 1 :]], opening - 1
+        whole = self.whole(messages, tools, opening)
+        return None if self._tokens.text(whole) == self._tokens.text(row) else whole
 
     def plain(self, text: str, *, begins: bool) -> IntArray:
         """[S] the tokens of a text as it is, without a template; the control tokens that it spells out are meant.
@@ -178,17 +203,6 @@ def _observed(message: Message, text: str, name: str, call: str) -> Message:
     if message["role"] != "tool":
         return {**message, "content": text}
     return {**message, "content": text, "name": name, "tool_call_id": call}
-
-
-def _tool_call_id(message: Message, place: int) -> str:
-    """A model may have sampled any text as an id; only letters, digits, ``-`` and ``_`` go into the template again."""
-    given = str(message.get("tool_call_id") or "")
-    return given if given.replace("-", "").replace("_", "").isalnum() else call_id(place)
-
-
-def _encodable(text: str) -> str:
-    """Without the halves of surrogate pairs, which JSON can spell and UTF-8 cannot."""
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _array(ids: Any) -> IntArray:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from asyncrlhf.episodes.conversation import Conversation
-from asyncrlhf.episodes.environment import Caller, Environment, EpisodeError, Step
+from asyncrlhf.episodes.environment import Caller, Environment, EpisodeError, Message, Step
 from asyncrlhf.episodes.episode_config import EpisodeConfig
 from asyncrlhf.episodes.observed_tokens import ObservedTextError
+from asyncrlhf.episodes.own_time import OwnTime
 from asyncrlhf.episodes.row import Row, Sample, finite, row_of
+from asyncrlhf.episodes.step_times import StepTimes
 from asyncrlhf.episodes.world import World
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.tasks.task import PromptEncoder
-from asyncrlhf.types import FinishReason, GenerationRequest, Prompt, Rollout
+from asyncrlhf.types import FinishReason, GenerationRequest, IntArray, Prompt, Rollout
 
 CUT = " [cut off]"  # after an observation over episode.max_observation_length
 
@@ -43,6 +47,7 @@ class Driver:
         self._encode = encoder
         self._context = context
         self._chat = chat
+        self.steps = StepTimes()
 
     @property
     def calls(self) -> Caller:
@@ -54,29 +59,31 @@ class Driver:
     async def play(self, request: GenerationRequest, sample: Sample) -> Rollout:
         """The whole episode as a rollout. Raises EpisodeError with the reason if there is none."""
         environment: Environment | None = None
-        prompt = request.prompt
+        packed: Row | None = None
+        prompt, limit = request.prompt, OwnTime(self._config.episode_seconds)
         row = row_of(prompt)
         try:
             environment = self._world.environment(row)
-            async with asyncio.timeout(self._config.episode_seconds) as limit:
-                begun = {"seed": request.seed, **self._world.row(row)}
-                observation = await self._call("reset", environment.reset, begun)
-                packed = Row(self._opening(prompt, environment, observation))
-                try:
-                    reason = await self._turns(request, environment, packed, sample)
-                except TimeoutError:
-                    if not limit.expired() or not packed.turns:
-                        raise
-                    reason = "length"
+            try:
+                async with limit:
+                    begun = {"seed": request.seed, **self._world.row(row)}
+                    observation = await self._call("reset", environment.reset, begun)
+                    opened, asked = self._opening(prompt, environment, observation)
+                    packed = Row(opened)
+                    reason = await self._turns(request, environment, packed, limit.around(sample), asked)
+            except TimeoutError:
+                if not limit.expired() or packed is None or not packed.turns:
+                    raise
+                reason = "length"
             reward = await self._reward(environment, packed)
             told = environment.told
         except EpisodeError:
             raise
-        except TimeoutError:
-            most = self._config.episode_seconds
-            raise EpisodeError(f"The episode took longer than episode.episode_seconds={most:g}.") from None
         # An environment is the user's code, and may raise anything.
         except Exception as error:
+            if limit.expired():
+                most = self._config.episode_seconds
+                raise EpisodeError(f"The episode took longer than episode.episode_seconds={most:g}.") from error
             raise EpisodeError(f"The environment failed: {type(error).__name__}: {error}") from error
         finally:
             if environment is not None:
@@ -98,41 +105,56 @@ class Driver:
             environment = self._world.environment(row_of(prompt))
         except EpisodeError as error:
             raise ConfigError(str(error)) from error
-        self._opening(prompt, environment, None)
+        try:
+            self._opening(prompt, environment, None)
+        finally:
+            asyncio.run(self._close(environment))
         return [self._talk.note] if self._talk.note else []
 
-    def _opening(self, prompt: Prompt, environment: Environment, observation: str | None) -> Prompt:
-        """The prompt with the tools' schemas and what ``reset`` told; without both it stays as it is."""
+    def _opening(
+        self, prompt: Prompt, environment: Environment, observation: str | None
+    ) -> tuple[Prompt, list[Message]]:
+        """The prompt with the tools' schemas and what ``reset`` told, without both as it is; and its messages, none if
+        the chat template did not make it."""
         tools = list(environment.tools)
-        if not tools and not observation:
-            return prompt
-        told = "" if observation is None else self._cut(str(observation))
+        told = self._cut(str(observation)) if observation else ""
         if prompt.messages is None and not self._chat:
             if tools:
                 self._talk.opening(prompt.text, tools)  # refuses tools without a chat template
                 raise ConfigError("episode.tools need task.chat_template=true, or prompts that are conversations.")
-            return self._encode(prompt.prompt_id, prompt.text + told, prompt.answer, prompt.metadata)
-        asked = [dict(message) for message in self._encode.messages(prompt.messages or prompt.text)]
+            if told:
+                prompt = self._encode(prompt.prompt_id, prompt.text + told, prompt.answer, prompt.metadata)
+            return prompt, []
+        asked: list[Any] = [dict(message) for message in self._encode.messages(prompt.messages or prompt.text)]
+        if not tools and not told:
+            return prompt, asked
         asked[-1]["content"] = str(asked[-1]["content"]) + told
         # As in TRL, reward functions get the dataset's own messages, without the system prompt.
         given = None if prompt.messages is None else asked[-len(prompt.messages) :]
-        return replace(prompt, token_ids=self._talk.opening(asked, tools), text=prompt.text + told, messages=given)
+        ids = self._talk.opening(asked, tools)
+        return replace(prompt, token_ids=ids, text=prompt.text + told, messages=given), asked
 
     async def _turns(
-        self, request: GenerationRequest, environment: Environment, row: Row, sample: Sample
+        self,
+        request: GenerationRequest,
+        environment: Environment,
+        row: Row,
+        sample: Sample,
+        asked: Sequence[Message],
     ) -> FinishReason:
         """Turn after turn until the environment, a limit or an answer without a call ends the episode."""
         config, clock = self._config, asyncio.get_running_loop().time
-        most = min(request.sampling.max_completion_length, self._context - len(row.prompt.token_ids))
+        longest = request.sampling.max_completion_length
         while True:
-            room = most - row.length
+            room = row.room(longest, self._context)
             if room < 1:
                 if not row.turns:
                     raise EpisodeError("The prompt leaves no room for an answer in the model's context.")
                 return "length"
             turn = await sample(row.request(request, min(room, config.max_turn_tokens or room)))
             row.sampled(turn)
-            if turn.finish_reason == "length" and (row.length >= most or not config.max_turn_tokens):
+            full = row.room(longest, self._context) < 1
+            if turn.finish_reason == "length" and (full or not config.max_turn_tokens):
                 return "length"
             began = clock()
             reply = self._talk.parse(turn.response_ids, environment.tools)
@@ -141,27 +163,38 @@ class Driver:
                 step = await environment.step(reply)
             else:
                 step = await self._call("step", environment.step, reply)
-            row.answered(step, clock() - began)
+            ended = clock()
+            row.answered(step, ended - began)
+            self.steps.add(step.tools, began, ended)
             if step.done or (step.failures and config.on_tool_error == "end"):
                 return "stop"
-            if len(row.turns) >= config.max_turns or not self._observe(row, turn, step, most):
+            if len(row.turns) >= config.max_turns:
                 return "length"
+            self._observe(row, turn, step, asked, environment.tools)
 
-    def _observe(self, row: Row, turn: Rollout, step: Step, most: int) -> bool:
-        """Append what the model reads before its next turn; False if that leaves it no room to answer."""
+    def _observe(self, row: Row, turn: Rollout, step: Step, asked: Sequence[Message], tools: Sequence[Message]) -> None:
+        """Append what the model reads before its next turn."""
         given = step.observation
         told = [{"role": "user", "content": given}] if isinstance(given, str) else given
         messages = [{**message, "content": self._cut(str(message.get("content", "")))} for message in told]
         try:
-            ids = self._talk.suffix(turn.response_ids, messages)
+            ids = self._following(row, turn, messages, asked, tools)
         except ObservedTextError as error:
             row.answered(replace(step, failures=step.failures + 1), row.turns[-1].seconds)
             messages = [{**message, "content": f"error: {error}"} for message in messages]
-            ids = self._talk.suffix(turn.response_ids, messages)
-        if row.length + len(ids) >= most:
-            return False
+            ids = self._following(row, turn, messages, asked, tools)
         row.observed(ids, messages)
-        return True
+
+    def _following(
+        self, row: Row, turn: Rollout, messages: Sequence[Message], asked: Sequence[Message], tools: Sequence[Message]
+    ) -> IntArray:
+        """The tokens of what follows a turn, in the branch of the row that reads it."""
+        ids = self._talk.suffix(turn.response_ids, messages)
+        if not asked:
+            return ids
+        context = np.concatenate([row.context, ids])
+        whole = self._talk.rewritten(context, [*asked, *row.said, *messages], tools, len(asked))
+        return ids if whole is None else row.fork(whole)
 
     def _cut(self, text: str) -> str:
         most = self._config.max_observation_length

@@ -22,8 +22,8 @@ class EpisodeConfig:
     )
     tools: list[str] = setting(
         [],
-        "Functions that the model may call: calculator, or package.module:function, with type hints and docstring; or "
-        "mcp:COMMAND or mcp:URL, for all tools of an MCP server.",
+        "Functions that the model may call: calculator, python (programs, in a sandbox), or package.module:function, "
+        "with type hints and docstring; or mcp:COMMAND or mcp:URL, for all tools of an MCP server.",
     )
     agent: str = setting(
         "",
@@ -59,12 +59,23 @@ class EpisodeConfig:
         60.0, "Seconds for one call of a tool or environment.", low=0, high=MONTH, exclusive_low=True
     )
     episode_seconds: float = setting(
-        3600.0, "Seconds for a whole episode, after which it ends, truncated.", low=0, high=MONTH, exclusive_low=True
+        3600.0,
+        "Seconds that the environment or agent takes in a whole episode, after which it ends, truncated; the time in "
+        "which its turns are sampled does not count.",
+        low=0,
+        high=MONTH,
+        exclusive_low=True,
     )
     on_tool_error: str = setting(
         "tell",
         "After a call that is malformed, unknown, raises or is late: tell the model in words, or end the episode.",
         choices=("tell", "end"),
+    )
+    history: str = setting(
+        "keep",
+        "What a turn sees of earlier ones: what was sampled (keep), or what the chat template and the agent make of it "
+        "(fork), in further branches of the episode's row.",
+        choices=("keep", "fork"),
     )
     special_in_observed: str = setting(
         "escape",
@@ -117,5 +128,5 @@ class EpisodeConfig:
         return bool(self.agent or self.agent_command)
 
 
-BUILT_IN = ("calculator",)
+BUILT_IN = ("calculator", "python")
 OF_OTHERS = ("textarena", "openenv", "mcp")  # prefixes of other packages' environments and tools

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from asyncrlhf.errors import AsyncRLHFError
+from asyncrlhf.types import IntArray
 
 if TYPE_CHECKING:
     import tokenizers
@@ -42,8 +43,8 @@ class ObservedTokens:
         # What stands for the characters that a small vocabulary lacks is no control token, unless it is also one.
         unknown = {tokenizer.unk_token} - {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token}
         self._numbers = frozenset(number for name, number in self._control.items() if name not in unknown)
-        longest_first = sorted(self._control, key=len, reverse=True)
-        self._names = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._names = _any_of(self._control)
+        self._special = _any_of(token.content for token in added.values() if token.special)
         # Some tokenizers mark the beginning of a text, mostly by a space. A row goes on, and has no mark: its text is
         # read after an anchor, the first one with which the tokens say what the text says.
         anchors = ["", *(t.content for t in added.values() if t.content in self._control and not t.rstrip)][:2]
@@ -79,17 +80,39 @@ class ObservedTokens:
         differ from ``meant`` are the observed ones hidden from the search for them. Raises ObservedTextError if that
         is not allowed (``refuse``) or impossible.
         """
-        meant = list(meant)
-        found = self._continued(render(observed), self.tokens)
+        return self._read(render, list(meant), observed, (), self._continued)
+
+    def whole(
+        self, render: Callable[[Sequence[str]], str], observed: Sequence[str], spoken: Sequence[str]
+    ) -> list[int]:
+        """The tokens of ``render([*observed, *spoken])``, a text that begins a row. The ``spoken`` texts, which the
+        model sampled or an agent says that it did, add no special tokens; other control tokens, such as those around a
+        thought, are read as in any text. Raises ObservedTextError as :meth:`following` does."""
+        harmless = [self._names.sub("name7", text) for text in observed]
+        harmless += [self._special.sub("name7", text) for text in spoken]
+        meant = self.control(self.tokens(render(harmless)))
+        return self._read(render, meant, observed, spoken, lambda text, tokens: tokens(text))
+
+    def _read(
+        self,
+        render: Callable[[Sequence[str]], str],
+        meant: list[int],
+        observed: Sequence[str],
+        spoken: Sequence[str],
+        read: Callable[[str, Callable[[str], list[int]]], list[int]],
+    ) -> list[int]:
+        found = read(render([*observed, *spoken]), self.tokens)
         if self.control(found) == meant:
             return found
-        spelled = sorted({name for text in observed for name in self.control_names(text)})
-        if self._refuse or not self._tokenizer.is_fast:
-            only = "" if self._refuse else ", which only a fast tokenizer can read as plain text"
-            raise ObservedTextError(f"An observed text spells out control tokens ({', '.join(spelled)}){only}.")
-        found = self._continued(*self._with_marks(render, observed))
+        spelled = {name for text in observed for name in self._names.findall(text)}
+        refused = self._refuse and bool(spelled or not spoken)
+        names = ", ".join(sorted(spelled | {name for text in spoken for name in self._special.findall(text)}))
+        if refused or not self._tokenizer.is_fast:
+            only = "" if refused else ", which only a fast tokenizer can read as plain text"
+            raise ObservedTextError(f"An observed text spells out control tokens ({names}){only}.")
+        found = read(*self._with_marks(render, observed, spoken))
         if self.control(found) != meant:
-            raise ObservedTextError(f"An observed text spells out control tokens in disguise ({', '.join(spelled)}).")
+            raise ObservedTextError(f"An observed text spells out control tokens in disguise ({names}).")
         return found
 
     def going_on(self, text: str) -> list[int]:
@@ -106,25 +129,27 @@ class ObservedTokens:
     def _goes_on(self, anchor: str) -> bool:
         begun = self.tokens("a")
         row = [*begun, *self.tokens(anchor + "a")[len(self.tokens(anchor)) :]]
-        return self._text(row) == f"{self._text(begun)}a"
+        return self.text(row) == f"{self.text(begun)}a"
 
-    def _text(self, tokens: list[int]) -> str:
+    def text(self, tokens: list[int] | IntArray) -> str:
+        """What the tokens say, control tokens included."""
         return str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
     def _with_marks(
-        self, render: Callable[[Sequence[str]], str], observed: Sequence[str]
+        self, render: Callable[[Sequence[str]], str], observed: Sequence[str], spoken: Sequence[str]
     ) -> tuple[str, Callable[[str], list[int]]]:
         """The text with a mark before each control token that is meant, and the function that reads it so."""
         hidden: list[str] = []
         cover = "hiddenname"
-        while any(cover in text for text in observed):
+        while any(cover in text for text in (*observed, *spoken)):
             cover += "x"
 
         def hide(name: re.Match[str]) -> str:
             hidden.append(name[0])
             return f"{cover}{len(hidden) - 1}{cover}"
 
-        marked = self._names.sub(lambda name: _MARK + name[0], render([self._names.sub(hide, t) for t in observed]))
+        hiding = [self._names.sub(hide, text) for text in observed] + [self._special.sub(hide, text) for text in spoken]
+        marked = self._names.sub(lambda name: _MARK + name[0], render(hiding))
         return re.sub(f"{cover}([0-9]+){cover}", lambda place: hidden[int(place[1])], marked), self._marked_tokens
 
     def _marked_tokens(self, text: str) -> list[int]:
@@ -146,3 +171,8 @@ class ObservedTokens:
             names[token["content"]] = number
         copy = Tokenizer.from_str(json.dumps({**made, "post_processor": None, "truncation": None, "padding": None}))
         return copy, {copy.token_to_id(name) or 0: number for name, number in names.items()}
+
+
+def _any_of(names: Iterable[str]) -> re.Pattern[str]:
+    """Longest first, so that none is found within another one."""
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")

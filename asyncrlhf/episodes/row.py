@@ -11,7 +11,7 @@ import numpy as np
 
 from asyncrlhf.episodes.environment import EpisodeError, Message, Step
 from asyncrlhf.episodes.replies import ParsedReply
-from asyncrlhf.turns import Turn
+from asyncrlhf.turns import Fork, Turn, followed, lineage
 from asyncrlhf.types import OBSERVED, FinishReason, GenerationRequest, IntArray, Prompt, Rollout
 
 # Samples one turn after a context [n] of token ids: the request of the turn in, its tokens, log-probs and versions out.
@@ -46,7 +46,11 @@ def as_message(reply: ParsedReply) -> Message:
 @dataclass
 class Row:
     """The packed row of an episode so far. Sampled tokens enter it as the engine made them, and are never decoded and
-    tokenised again."""
+    tokenised again.
+
+    What comes next follows the token at ``tip``, a position counted from the prompt's first token (-1: nothing). That
+    is the row's last token, unless another branch goes on. ``thread``: the stretches of the conversation that goes on.
+    """
 
     prompt: Prompt
     ids: list[IntArray] = field(default_factory=list)
@@ -58,23 +62,78 @@ class Row:
     messages: list[Sequence[Message]] = field(default_factory=list)  # of each stretch
     turns: list[Turn] = field(default_factory=list)
     length: int = 0  # of the response
+    forks: list[Fork] = field(default_factory=list)
+    thread: list[int] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)  # the thread of the last turn
+
+    def __post_init__(self) -> None:
+        self.tip = len(self.prompt.token_ids) - 1
 
     @property
     def context(self) -> IntArray:
-        """[P+L] the tokens that the next turn follows."""
+        """[n] the tokens that the next turn follows."""
+        return self.context_of(self.tip)
+
+    def context_of(self, tip: int) -> IntArray:
+        """[n] the token at a position of the row, and those that it follows."""
+        return self._whole[lineage(self._follows, tip)]
+
+    @property
+    def _whole(self) -> IntArray:
         return np.concatenate([self.prompt.token_ids, *self.ids])
 
+    @property
+    def _follows(self) -> IntArray:
+        prompt = len(self.prompt.token_ids)
+        return followed(self.forks, prompt, prompt + self.length)
+
+    @property
+    def said(self) -> list[Message]:
+        """The messages of the conversation that goes on, after the prompt."""
+        return [message for stretch in self.thread for message in self.messages[stretch]]
+
+    def room(self, longest: int, context: int) -> int:
+        """Tokens for which there is room: in a response of at most ``longest``, and in the model's ``context``."""
+        return min(longest - self.length, context - len(self.context))
+
+    def shared(self, ids: IntArray) -> tuple[int, int]:
+        """The longest beginning of a text ``ids`` [n] that one of the branches has: its number of tokens, and the
+        position of its last one, -1 for none."""
+        best, whole, follows = (0, -1), self._whole, self._follows
+        for turn in self.turns:
+            places = lineage(follows, len(self.prompt.token_ids) + turn.end - 1)[: len(ids)]
+            differs = np.flatnonzero(whole[places] != ids[: len(places)])
+            count = int(differs[0]) if len(differs) else len(places)
+            if count > best[0]:
+                best = count, int(places[count - 1])
+        return best
+
+    def fork(self, ids: IntArray) -> IntArray:
+        """Go on after the longest beginning of a text ``ids`` [n] that the row has; the rest of it is returned."""
+        count, self.tip = self.shared(ids)
+        return ids[count:]
+
     def sampled(self, turn: Rollout) -> None:
-        start, self.length = self.length, self.length + len(turn.response_ids)
-        self.ids.append(turn.response_ids)
-        self.logprobs.append(turn.behavior_logprobs)
-        self.versions.append(turn.policy_versions)
-        self.texts.append(turn.response_text)
+        start = self.length
         if turn.kept_counts is not None:
             self.kept_ids.append(turn.kept_ids)
             self.kept_counts.append(turn.kept_counts)
+        self._append(turn.response_ids, turn.behavior_logprobs, turn.policy_versions)
+        self.ended = [*self.thread]
+        self.texts.append(turn.response_text)
         self.turns.append(Turn(start, self.length, turn.generator_id))
         self.messages.append([{"role": "assistant", "content": turn.response_text}])
+
+    def _append(self, ids: IntArray, logprobs: Any, versions: IntArray) -> None:
+        end = len(self.prompt.token_ids) + self.length
+        if len(ids) and self.tip != end - 1:
+            self.forks.append(Fork(self.length, self.tip))
+        self.thread.append(len(self.ids))
+        self.ids.append(ids)
+        self.logprobs.append(logprobs)
+        self.versions.append(versions)
+        self.length += len(ids)
+        self.tip = end + len(ids) - 1 if len(ids) else self.tip
 
     def read(self, reply: ParsedReply) -> None:
         """What the last turn says."""
@@ -82,10 +141,7 @@ class Row:
 
     def observed(self, ids: IntArray, messages: Sequence[Message]) -> None:
         count = len(ids)
-        self.length += count
-        self.ids.append(ids)
-        self.logprobs.append(np.zeros(count, np.float32))
-        self.versions.append(np.full(count, OBSERVED, np.int64))
+        self._append(ids, np.zeros(count, np.float32), np.full(count, OBSERVED, np.int64))
         self.texts.append("".join(str(message["content"]) for message in messages))
         self.messages.append(messages)
         if self.kept_counts:
@@ -126,6 +182,7 @@ class Row:
             self.length -= len(self.ids.pop())
             for stretches in (self.logprobs, self.versions, self.texts, self.messages, self.kept_counts):
                 del stretches[-1:]
+        forks = tuple(fork for fork in self.forks if fork.start < self.length)
         told: Mapping[str, Any] = {}
         if self.kept_counts:
             told = {"kept_ids": np.concatenate(self.kept_ids), "kept_counts": np.concatenate(self.kept_counts)}
@@ -137,13 +194,14 @@ class Row:
             behavior_logprobs=_joined(self.logprobs),
             policy_versions=_joined(self.versions),
             finish_reason=reason,
-            response_text="".join(self.texts),
+            response_text="".join(self.texts[stretch] for stretch in self.ended),
             generator_id=self.turns[-1].generator_id,
             epoch=request.epoch,
             turns=tuple(self.turns),
             episode_reward=reward,
-            messages=tuple(message for own in self.messages for message in own),
+            messages=tuple(message for stretch in self.ended for message in self.messages[stretch]),
             environment=environment,
+            forks=forks,
             **told,
         )
 

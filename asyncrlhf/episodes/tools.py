@@ -10,8 +10,9 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from asyncrlhf.episodes.environment import Caller, Environment, LateCallError, Message, Step
+from asyncrlhf.episodes.environment import Caller, Environment, EpisodeError, Message, Step
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.rewards.program import run_program
 from asyncrlhf.validation import check
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class ToolEnvironment(Environment):
         try:
             inspect.signature(function).bind(**called.arguments)
             return str(await self._call(called.name, function, **called.arguments)), False
-        except LateCallError as error:
+        except EpisodeError as error:  # a sentence of ours
             return f"error: {error}", True
         # A tool is the user's code, and may raise anything.
         except Exception as error:
@@ -208,4 +209,29 @@ def _value(node: ast.AST) -> Any:
     raise ValueError("only numbers, + - * / // % and parentheses are allowed")
 
 
-TOOLS = {"calculator": calculator}
+def python_tool(seconds: float) -> Function:
+    """The tool ``python``, whose programs end after ``seconds``. Raises ConfigError where none can be run."""
+
+    def python(code: str) -> str:
+        """
+        Run a Python program. It has no network, and files that it writes are gone when it has ended.
+
+        Args:
+            code: The program; its result is what it prints.
+
+        Returns:
+            What the program printed.
+        """
+        ran = run_program(code, seconds)
+        if ran.failed:
+            raise EpisodeError(ran.text)
+        return ran.text or "the program printed nothing"
+
+    tried = run_program("print('runs', end='')", TRIAL_SECONDS)
+    check(tried == ("runs", False), f"episode.tools=[python] cannot run programs on this machine: {tried.text}.")
+    return python
+
+
+TRIAL_SECONDS = 60.0  # for the start of two Pythons on a busy machine
+# The packaged tools by name: how each is made, given the seconds for one call.
+TOOLS: dict[str, Callable[[float], Function]] = {"calculator": lambda _: calculator, "python": python_tool}

@@ -9,11 +9,14 @@ from typing import Protocol
 
 from asyncrlhf.episodes.environment import EpisodeError
 from asyncrlhf.episodes.row import Sample
+from asyncrlhf.episodes.step_times import StepTimes
 from asyncrlhf.types import GenerationFailure, GenerationRequest, Rollout
 
 
 class Player(Protocol):
     """Plays one episode."""
+
+    steps: StepTimes
 
     async def play(self, request: GenerationRequest, sample: Sample) -> Rollout:
         """The whole episode as a rollout. Raises EpisodeError with the reason if there is none."""
@@ -31,6 +34,7 @@ class EpisodeWorker:
     def __init__(self, name: str, driver: Player) -> None:
         self.name = name
         self.changed = asyncio.Event()
+        self.steps = driver.steps
         self._driver = driver
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._turns: dict[tuple[int, int], asyncio.Future[Rollout]] = {}

@@ -51,7 +51,9 @@ class World:
                 self._servers.append(McpServer(name, config.timeout_seconds))
                 self._functions += self._servers[-1].tools
             else:
-                self._functions.append(TOOLS[name] if name in TOOLS else load_function("episode.tools", name))
+                packaged = TOOLS.get(name)
+                made = packaged(config.timeout_seconds) if packaged else load_function("episode.tools", name)
+                self._functions.append(made)
         for function in self._functions:
             check_tool("episode.tools", function)
         self._key = f"episode.environment={config.environment}"

@@ -30,7 +30,7 @@ from asyncrlhf.learner.step.passes import ForwardPasses
 from asyncrlhf.learner.step.plan import Microbatch, ResponseTokens, StepPlan, plan_step
 from asyncrlhf.learner.step.routing_replay import RoutingReplay
 from asyncrlhf.learner.step.targets import fill, fills, needs_policy, sequence_ess_fraction, set_targets
-from asyncrlhf.learner.step.wall import check_shards, learner_policy
+from asyncrlhf.learner.step.wall import check_branches, check_shards, learner_policy
 from asyncrlhf.learner.updates.deepspeed_updater import DeepSpeedUpdater
 from asyncrlhf.learner.updates.fsdp_updater import FsdpUpdater
 from asyncrlhf.learner.updates.pipeline_updater import PipelineUpdater
@@ -140,6 +140,7 @@ class TorchBackend:
         started = time.perf_counter()
         if self.replay is not None:
             self.replay.check(batch)
+        check_branches(batch, self.config, self.policy)
         plan = plan_step(batch, self.algorithm, self._token_budget, self.device, self.policy_version)
         tokens = plan.tokens
         self._look_first(plan)

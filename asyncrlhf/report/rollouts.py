@@ -92,12 +92,17 @@ def _compact(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add_turns(episodes: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Add to each episode its turns as ``rollouts/*.parquet`` has them, with the range of their versions."""
+    """Add to each episode its turns as ``rollouts/*.parquet`` has them, with the range of their versions, and where its
+    branches begin: the token, and the one that it follows as a place in the response, negative in the prompt."""
     wanted = {row["i"]: row for row in episodes}
     for file in sorted(folder.glob("part-*.parquet")) if wanted else ():
-        table = read_columns(file, ["rollout_id", "turns", "policy_versions"])
+        table = read_columns(file, ["rollout_id", "turns", "policy_versions", "prompt_length", "forks"])
         ours = [i for i, rollout_id in enumerate(table["rollout_id"].to_pylist()) if rollout_id in wanted]
         for given in table.take(pa.array(ours, pa.int64())).to_pylist():
+            wanted[given["rollout_id"]]["f"] = [
+                (fork["start"], None if fork["follows"] < 0 else fork["follows"] - given["prompt_length"])
+                for fork in given["forks"] or ()
+            ]
             wanted[given["rollout_id"]]["e"] = [
                 {**turn, "v": [min(own), max(own)]}
                 for turn in given["turns"] or ()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from html import escape
 
 import numpy as np
@@ -26,7 +27,9 @@ KINDS = {
     "save": ("#9d755d", "saving a checkpoint"),
     "wait": ("#e4e4e4", "waiting"),
 }
-_ORDER = ("publisher", "learner", "reward", "reference", "critic")  # from the bottom; generators are on top
+STEP = "step"  # how the kinds of environments' steps begin: the rest is the tool's name
+_STEP_COLORS = ("#72b7b2", "#ff9da6", "#bab0ac", "#d67195", "#79706e", "#d8b5a5")
+_ORDER = ("publisher", "learner", "reward", "reference", "critic", "generator")  # from the bottom; then environments
 _HOVER = "%{customdata[0]}<br>%{base:.3f} s to %{customdata[1]:.3f} s<br>version %{customdata[2]}<br>"
 _HOVER += "%{customdata[3]} rollouts, %{customdata[4]} tokens<extra></extra>"
 
@@ -40,6 +43,7 @@ def section(run: Run, max_bars: int = MAX_BARS) -> str:
     table = read_spans(run)
     if table is None:
         return ""
+    kinds = {**KINDS, **_name_steps(table)}
     lanes = sorted({str(name) for name in table["part"]}, key=_place)
     shown = lanes[:MAX_LANES]
     rows = _window({name: column[np.isin(table["part"], shown)] for name, column in table.items()}, max_bars)
@@ -50,13 +54,14 @@ def section(run: Run, max_bars: int = MAX_BARS) -> str:
         first, last = rows["start"].min(), rows["end"].max()
         said.append(f"{len(rows['start']):,} of {len(table['start']):,} spans shown: {first:.1f} s to {last:.1f} s.")
     note = " ".join([*said, "A lane shows one part; drag to zoom, double-click for all."])
-    chart = _figure(rows, shown).to_html(
+    chart = _figure(rows, shown, kinds).to_html(
         include_plotlyjs=False,
         full_html=False,
         config={"displayModeBar": False, "responsive": True},
         default_height=f"{130 + 26 * len(shown)}px",
     )
-    return f'<p class="note">{escape(note)}</p><div class="timeline">{chart}</div>{_SCRIPT}{_shares(table, shown)}'
+    shares = _shares(table, shown, kinds)
+    return f'<p class="note">{escape(note)}</p><div class="timeline">{chart}</div>{_SCRIPT}{shares}'
 
 
 def read_spans(run: Run) -> dict[str, np.ndarray] | None:
@@ -84,10 +89,10 @@ def _window(table: dict[str, np.ndarray], most: int) -> dict[str, np.ndarray]:
     return {name: column[spare // 2 : spare // 2 + most] for name, column in table.items()}
 
 
-def _figure(rows: dict[str, np.ndarray], lanes: list[str]) -> go.Figure:
+def _figure(rows: dict[str, np.ndarray], lanes: list[str], kinds: dict[str, tuple[str, str]]) -> go.Figure:
     place = {lane: i for i, lane in enumerate(lanes)}
     figure = go.Figure()
-    for kind, (color, words) in KINDS.items():
+    for kind, (color, words) in kinds.items():
         here = rows["kind"] == kind
         if not here.any():
             continue
@@ -120,17 +125,29 @@ def _figure(rows: dict[str, np.ndarray], lanes: list[str]) -> go.Figure:
     return figure
 
 
-def _shares(table: dict[str, np.ndarray], lanes: list[str]) -> str:
+def _name_steps(table: dict[str, np.ndarray]) -> dict[str, tuple[str, str]]:
+    """The colours and names of the most frequent kinds of environments' steps; the others become one kind: a model may
+    call tools that do not exist."""
+    steps = [kind for kind, _ in Counter(kind for kind in table["kind"] if kind.startswith(STEP)).most_common()]
+    for rare in steps[len(_STEP_COLORS) - 1 :]:
+        table["kind"][table["kind"] == rare] = f"{STEP} other tools"
+    kinds = dict.fromkeys(kind for kind in table["kind"] if kind.startswith(STEP))
+    words = {kind: escape(kind.removeprefix(STEP).strip()) or "environment" for kind in kinds}
+    return {kind: (color, words[kind]) for kind, color in zip(kinds, _STEP_COLORS, strict=False)}
+
+
+def _shares(table: dict[str, np.ndarray], lanes: list[str], named: dict[str, tuple[str, str]]) -> str:
     """The activities of each part in the whole run, in per cent of the time from its first span to its last."""
-    kinds = [kind for kind in KINDS if (table["kind"] == kind).any()]
+    words = {kind: said for kind, (_, said) in named.items() if (table["kind"] == kind).any()}
+    kinds = [*words]
     seconds = table["end"] - table["start"]
-    head = "".join(f"<th>{KINDS[kind][1]}</th>" for kind in kinds)
+    head = "".join(f"<th>{words[kind]}</th>" for kind in kinds)
     lines = []
     for lane in reversed(lanes):
         mine = table["part"] == lane
         total = max(float(seconds[mine].sum()), 1e-9)
         shares = {kind: seconds[mine & (table["kind"] == kind)].sum() / total for kind in kinds}
-        cells = "".join(f'<td data-name="{KINDS[kind][1]}">{100 * shares[kind]:.0f}%</td>' for kind in kinds)
+        cells = "".join(f'<td data-name="{words[kind]}">{100 * shares[kind]:.0f}%</td>' for kind in kinds)
         lines.append(f"<tr><td>{escape(lane)}</td>{cells}</tr>")
     head = f"<thead><tr><th>share of its time</th>{head}</tr></thead>"
     return f'<div class="table"><table>{head}<tbody>{"".join(lines)}</tbody></table></div>'

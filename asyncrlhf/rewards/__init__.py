@@ -1,3 +1,3 @@
 """Rewards: task rules, functions of the user, reward models, judges, remote endpoints, and sums of them."""
 
-DOORS = ("build_scorer", "judge", "model", "reward", "reward_config")
+DOORS = ("build_scorer", "judge", "model", "program", "reward", "reward_config")

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import transformers
 
+from asyncrlhf.data.branches import last_branch
 from asyncrlhf.data.data_config import refuse_pickled_weights
 from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.rewards.model_thread import ModelThread
@@ -101,7 +102,8 @@ def build_encoder(config: RewardModelConfig, key: str, policy: transformers.PreT
 
 def policy_ids(rollout: Rollout) -> IntArray:
     """The tokens that the policy saw and sampled, including its stop token."""
-    return np.concatenate([rollout.prompt.token_ids, rollout.response_ids]).astype(np.int64)
+    row = np.concatenate([rollout.prompt.token_ids, rollout.response_ids]).astype(np.int64)
+    return row[last_branch(rollout)] if rollout.forks else row
 
 
 def text_ids(tokenizer: transformers.PreTrainedTokenizerBase, rollout: Rollout) -> IntArray:

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from asyncrlhf.data.branches import last_branch
 from asyncrlhf.errors import ConfigError, ReplicaError, RewardError
 from asyncrlhf.rewards.guard import TrainerState, WrongCountError, call_function
 from asyncrlhf.rewards.reward_config import RewardConfig
 from asyncrlhf.tasks.task import Task
-from asyncrlhf.types import Annotation, BatchFault, Prompt, Rollout
+from asyncrlhf.types import Annotation, BatchFault, IntArray, Prompt, Rollout
 
 # A finite number; the failure; or None, if the source gives no score.
 Score = float | RewardError | None
@@ -111,8 +112,16 @@ def texts_of(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
         "completions": [r.response_text for r in rollouts],
         "answer": [r.prompt.answer for r in rollouts],
         "metadata": [dict(r.prompt.metadata) for r in rollouts],
-        "completion_ids": [r.response_ids.tolist() for r in rollouts],
+        "completion_ids": [_completion_ids(r).tolist() for r in rollouts],
     }
+
+
+def _completion_ids(rollout: Rollout) -> IntArray:
+    """[n] the response's tokens; of an episode that forks those that its last branch follows."""
+    if not rollout.forks:
+        return rollout.response_ids
+    places = last_branch(rollout) - len(rollout.prompt.token_ids)
+    return rollout.response_ids[places[places >= 0]]
 
 
 NO_OPINION = "every reward function returned None for it"

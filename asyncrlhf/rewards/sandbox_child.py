@@ -5,29 +5,17 @@ It gets pickles from its parent, and answers only in JSON, so that a function ca
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import resource
-import shutil
-import signal
 import sys
-import time
-from contextlib import suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.plugins import load_function
+from asyncrlhf.rewards.confinement import begin_call, confine, end_with_the_parent, guard
 from asyncrlhf.rewards.guard import CallLog, WrongCountError, call_function
 from asyncrlhf.rewards.reward_config import SandboxConfig
-
-WATCH_SECONDS = 0.25
-PR_SET_PDEATHSIG, SUBREAPER = 1, 36  # of prctl(2)
-# Of a reward function: far above what one needs, far below a full disk or what Linux lets a process hold open.
-FILE_BYTES, OPEN_FILES = 2**30, 1024
-NEW_USER, NEW_NET = 0x10000000, 0x40000000  # of unshare(2)
 
 
 def main(descriptor: int, key: str, target: str, folder: str, limits: SandboxConfig) -> None:
@@ -67,73 +55,6 @@ def main(descriptor: int, key: str, target: str, folder: str, limits: SandboxCon
             else:
                 plain = [{"error": str(s)} if isinstance(s, RewardError) else s for s in scores]
                 tell(scores=plain, metrics=log.metrics, extras=log.extras)
-
-
-def confine(config: SandboxConfig) -> None:
-    """Limit this process and its future children; call it before there are threads. Raises ConfigError
-    if the network cannot be removed here."""
-    if not config.network:
-        _leave_network()
-    with suppress(OSError, AttributeError):  # Linux only; not essential elsewhere
-        ctypes.CDLL(None, use_errno=True).prctl(SUBREAPER, 1, 0, 0, 0)
-    _limit(resource.RLIMIT_AS, int(config.memory_gb * 2**30))
-    _limit(resource.RLIMIT_FSIZE, FILE_BYTES)
-    _limit(resource.RLIMIT_NOFILE, OPEN_FILES)
-    _limit(resource.RLIMIT_CORE, 0)
-
-
-def begin_call(config: SandboxConfig) -> None:
-    """Start the CPU limit of one call."""
-    if config.cpu_seconds:
-        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + config.cpu_seconds) + 1, hard))
-
-
-def _limit(kind: int, value: int) -> None:
-    """Lower a limit permanently; 0 means no limit, except for core dumps."""
-    _, hard = resource.getrlimit(kind)
-    if value or kind == resource.RLIMIT_CORE:
-        wanted = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (wanted, wanted))
-
-
-def _leave_network() -> None:
-    """Enter a network namespace without active interfaces, in a user namespace without root."""
-    libc, user, group = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
-    if libc.unshare(NEW_NET) == 0:
-        return
-    if libc.unshare(NEW_USER | NEW_NET) != 0:
-        reason = os.strerror(ctypes.get_errno())
-        raise ConfigError(
-            "reward.sandbox.network=false is not possible on this machine, whose kernel provides no network namespace "
-            f"({reason}); allowed here: true."
-        )
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-        Path(f"/proc/self/{name}").write_text(text)
-
-
-def guard(descriptor: int, folder: str) -> None:
-    """Start a process that ends the function's children if only this process is killed, as Ray does with the children
-    of an actor that it ends. Call it before there are threads."""
-    watched = os.getpid()
-    if os.fork() == 0:
-        os.close(descriptor)  # or the other end would not notice this process's end
-        _end_with(watched, folder)
-
-
-def _end_with(parent: int, folder: str) -> None:
-    """End this process, its folder and all the function's children as soon as the parent has ended."""
-    while os.getppid() == parent:
-        time.sleep(WATCH_SECONDS)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)
-
-
-def end_with_the_parent() -> None:
-    """Have the kernel kill this process when its parent ends: a function that hangs would outlive it, and if it holds
-    Python's global lock (an endless regular expression), no thread here could notice. The guard then ends the rest."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ import numpy as np
 import transformers
 
 from asyncrlhf.actors.annotator import RewardSpec
+from asyncrlhf.cluster.parts import episode_spec
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.engines.build_engine import build_engine
@@ -19,6 +21,7 @@ from asyncrlhf.models.pretrained import load_model
 from asyncrlhf.models.vocabulary import sampled_vocabulary
 from asyncrlhf.orchestrator.rollouts.dispatch import request_seed
 from asyncrlhf.redaction import redact
+from asyncrlhf.stages.episodes import play
 from asyncrlhf.types import Annotation, FinishReason, GenerationRequest, Prompt, Rollout, SamplingParams
 
 
@@ -42,9 +45,10 @@ def sample_answers(
     sampling: SamplingParams,
     each: int,
 ) -> list[Rollout]:
-    """``each`` answers of ``model`` to each prompt, in the order of the prompts; ``group_id`` is a prompt's index.
+    """``each`` answers of ``model`` to each prompt, or episodes, in their order; ``group_id`` is a prompt's index.
 
-    Answers that the engine could not generate are missing. The fake engine has no model; hf is used instead.
+    Answers that the engine could not generate, and failed episodes, are missing. The fake engine has no model; hf is
+    used instead.
     """
     kind = "hf" if config.generator.engine == "fake" else config.generator.engine
     device = "cuda" if config.generator.gpus > 0 else "cpu"
@@ -59,19 +63,26 @@ def sample_answers(
         GenerationRequest(i, i // each, prompts[i // each], request_seed(config.seed, i), sampling)
         for i in range(each * len(prompts))
     ]
+
+    def read(answer: Rollout, request: GenerationRequest) -> Rollout:
+        ids = said_ids(answer, request.sampling).tolist()
+        text = str(tokenizer.decode(ids, skip_special_tokens=True))
+        return replace(answer, response_text=text, generator_id="evaluate", tag=request.tag)
+
+    spec = episode_spec(replace(config, model=model))
     made: list[Rollout] = []
     try:
-        engine.submit(requests)
+        if spec is not None:
+            most = config.episode.concurrency or config.generator.slots
+            made = asyncio.run(play(spec, engine, requests, read, most))
+        else:
+            engine.submit(requests)
         while engine.in_flight():
-            made += [answer for answer in engine.step(0.0).finished if isinstance(answer, Rollout)]
+            answers = [answer for answer in engine.step(0.0).finished if isinstance(answer, Rollout)]
+            made += [read(answer, requests[answer.rollout_id]) for answer in answers]
     finally:
         engine.close()
-    made.sort(key=lambda answer: answer.rollout_id)
-    decode = tokenizer.decode
-    texts = [str(decode(said_ids(answer, sampling).tolist(), skip_special_tokens=True)) for answer in made]
-    return [
-        replace(answer, response_text=text, generator_id="evaluate") for answer, text in zip(made, texts, strict=True)
-    ]
+    return sorted(made, key=lambda answer: answer.rollout_id)
 
 
 def written(

@@ -95,6 +95,7 @@ def _evaluate(prepared: Prepared, prompts: list[Prompt], read: ReadPrompts) -> d
         "temperature": settings.temperature,
         "failed": asked - len(scored),
         **_rewards(scored, answers),
+        **_episodes(answers),
         **pass_at(settings.pass_k, settings.pass_reward, scored),
     }
     if settings.against:
@@ -146,8 +147,20 @@ def _rewards(scored: Sequence[Scored], answers: Sequence[Rollout]) -> dict[str, 
     return {
         **figures("reward_mean", [s.reward for s in scored], groups),
         "reward_parts": parts if parts.keys() != {"score"} else {},
-        "response_length_mean": float(np.mean([len(r.response_ids) for r in answers])) if answers else None,
+        "response_length_mean": float(np.mean([r.sampled.sum() for r in answers])) if answers else None,
         "truncation_rate": float(np.mean([r.finish_reason == "length" for r in answers])) if answers else None,
+    }
+
+
+def _episodes(answers: Sequence[Rollout]) -> dict[str, float]:
+    """Means over episodes, as a run's metrics of these names; empty without any."""
+    played = [r.turns for r in answers if r.turns]
+    if not played:
+        return {}
+    return {
+        "turns_mean": float(np.mean([len(turns) for turns in played])),
+        "tool_calls_mean": float(np.mean([sum(len(turn.tools) for turn in turns) for turns in played])),
+        "tool_failures_mean": float(np.mean([sum(turn.failures for turn in turns) for turns in played])),
     }
 
 

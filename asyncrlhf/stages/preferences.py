@@ -25,6 +25,7 @@ from asyncrlhf.records.write.whole_files import write_atomically, writing_to
 from asyncrlhf.stages.answers import sample_answers, score
 from asyncrlhf.stages.stage_record import run_folder
 from asyncrlhf.types import Prompt, Rollout
+from asyncrlhf.validation import check
 
 PREFERENCES_FILE = "preferences.jsonl"
 LABEL_STREAM = 1  # added to the seed, so that labels and answers share no random draws
@@ -52,6 +53,9 @@ def run_preferences(config: RunConfig) -> dict[str, Any]:
     model would learn from texts that it never scores later. Raises ConfigError before anything is sampled,
     AsyncRLHFError if no pair is left.
     """
+    check(
+        not config.episode.used, "asyncrlhf preferences pairs answers, and with episode.* a rollout has several turns."
+    )
     prepared = prepare(config)
     prompts = draw_prompts(prepared.task.train_source(config.seed), config.preferences.num_prompts)
     folder = run_folder(config, "preferences")

@@ -95,7 +95,7 @@ def agreement(chosen: Sequence[float], rejected: Sequence[float], prompts: Seque
 def response_logprobs(
     model: transformers.PreTrainedModel, rollouts: Sequence[Rollout], temperatures: Sequence[float]
 ) -> list[list[FloatArray]]:
-    """For each temperature the log-probs [L] of each rollout's response tokens under ``model``."""
+    """For each temperature the log-probs [L] of each rollout's sampled tokens under ``model``."""
     embedding: Any = model.get_input_embeddings()
     lengths = np.array([len(r.prompt.token_ids) + len(r.response_ids) for r in rollouts], dtype=np.int64)
     found: list[list[FloatArray]] = [[np.zeros(0, np.float32)] * len(rollouts) for _ in temperatures]
@@ -108,7 +108,7 @@ def response_logprobs(
             for level, temperature in zip(found, temperatures, strict=True):
                 predicted, targets = logits[row, begin - 1 : end - 1], ids[row, begin:end]
                 facts = token_logprobs(predicted, targets, temperature=temperature, vocabulary=sampled_ids(model))
-                level[i] = facts[0].float().cpu().numpy()
+                level[i] = facts[0].float().cpu().numpy()[rollouts[i].sampled]
     return found
 
 

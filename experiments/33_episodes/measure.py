@@ -2,6 +2,7 @@
 
 python experiments/33_episodes/measure.py one_turn --rounds 5
 python experiments/33_episodes/measure.py many --episodes 2000
+python experiments/33_episodes/measure.py found game-0 game-1 game-2    # runs of experiment=game
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import pandas as pd
 
 from asyncrlhf import Environment, Step
 
@@ -81,15 +84,28 @@ def many(episodes: int) -> dict:
     return {"loop_lag_p99_median_ms": median, "worst_ms": worst, "rate": rate(rows, 5)}
 
 
+def found(folder: Path, count: int = 512) -> dict:
+    """Of the first and of the last episodes that trained the share in which the digit was found."""
+    rows = pd.read_parquet(folder / "rollouts")
+    won = rows[rows.state == "trained"].sort_values("rollout_id").reward > 0.99
+    summary = json.loads((folder / "summary.json").read_text())
+    ends = {"first": float(won.head(count).mean()), "last": float(won.tail(count).mean())}
+    return {**ends, "heldout": summary["heldout_accuracy"], "seconds": summary["wall_seconds"]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("one_turn", "many"))
+    parser.add_argument("what", choices=("one_turn", "many", "found"))
+    parser.add_argument("runs", nargs="*", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--episodes", type=int, default=2000)
     args = parser.parse_args()
-    found = one_turn(args.rounds, args.steps) if args.what == "one_turn" else many(args.episodes)
-    print(json.dumps(found, indent=1))
+    if args.what == "found":
+        result: dict = {str(run): found(run) for run in args.runs}
+    else:
+        result = one_turn(args.rounds, args.steps) if args.what == "one_turn" else many(args.episodes)
+    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

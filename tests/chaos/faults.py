@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrlhf.actors.episodes import EpisodeSpec, news_of, told
+from asyncrlhf.actors.episodes import EpisodeSpec
 from asyncrlhf.cluster.calls import START, under_way
 from asyncrlhf.cluster.handles import (
     LONG_SECONDS,
@@ -316,7 +316,7 @@ class FaultyEpisodes(Mortal, LocalEpisodes):
     """A worker as Ray hosts it: messages are sent and not awaited, and what one raised comes out of ``collect``."""
 
     def __init__(self, faults: Faults, runtime: LocalRuntime, spec: EpisodeSpec, name: str, build: Any) -> None:
-        super().__init__(name, build)
+        super().__init__(name, build, runtime.told)
         self.faults, self.runtime, self._spec = faults, runtime, spec
         self.messages: list[Callable[[], None]] = []  # that wait until it thaws
         self._error: PlannedError | None = None
@@ -389,7 +389,7 @@ class FaultyEpisodes(Mortal, LocalEpisodes):
             async with asyncio.timeout(self._spec.stall_seconds / 5):  # wait_for may swallow a cancellation
                 await self.worker.changed.wait()
         self.still_there()
-        return told(*news_of(self.worker), asyncio.get_running_loop().time())
+        return self._news()
 
     def kill(self) -> None:
         super().kill()

@@ -26,6 +26,7 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -36,6 +37,7 @@ from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.episodes.episode_config import EpisodeConfig
+from asyncrlhf.episodes.own_time import OwnTime
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
 from asyncrlhf.orchestrator.controller import Controller
 from asyncrlhf.orchestrator.rollouts.heldout import HeldOut
@@ -213,7 +215,8 @@ def simulate(
     config = config if drawn is None else replace(config, episode=drawn[0])
     fails = rng.choice((0, 0, 0, 15))
     place = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
-    with tempfile.TemporaryDirectory(dir=place) as folder:
+    # Like an agent's, an episode here may be late, and end, while a turn of it is being sampled.
+    with tempfile.TemporaryDirectory(dir=place) as folder, patch.object(OwnTime, "around", lambda self, sample: sample):
         run_dir = Path(folder) / "run-0"
         for number in range(SESSIONS):
             faults, world = draw_faults(rng, seed, number, drawn is not None), World(fails_one_in=fails)

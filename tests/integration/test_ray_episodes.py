@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from asyncrlhf.cluster.ray_handles import RayGenerator, RayLearner
@@ -75,6 +76,8 @@ def test_killed_parts_lose_no_episode(
     assert begun_again & trained, "the worker's episodes began again"
     assert begun_again & trained <= held, "the replica's did not"
     assert (turns - held) & trained, "a turn was sampled again, and its episode went on"
+    parts = set(pd.concat(map(pd.read_parquet, (done.folder / "spans").glob("*.parquet"))).part)
+    assert {"episode-0-0", "episode-1-0"} <= parts, "the timeline has the environments of both workers"
     told = said(capsys)
     assert "episode-0 died: " in told and "episodes start again." in told
 

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from asyncrlhf.cluster.parts import placement_plan
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.models.checkpoint_folder import resolve
 from asyncrlhf.orchestrator.run import train
 from tests.unit.rewards.worlds import save_reward_model
 
@@ -26,6 +27,7 @@ GPUS = {
     "gsm8k_rho_1b": 4,
     "gsm8k_qwen_0.5b": 2,
     "gsm8k_qwen_1.5b": 3,
+    "gsm8k_python_qwen3_1.7b": 3,
 }
 # What a published number was measured with: steps, batch, rate, responses a prompt, new tokens, beta, temperature.
 PUBLISHED = {
@@ -50,7 +52,9 @@ def test_every_recipe_for_gpus_is_looked_at() -> None:
 
 @pytest.mark.parametrize("name", GPUS)
 def test_a_recipe_fits_the_gpus_that_it_promises(name: str) -> None:
-    config = load_config([f"experiment={name}"])
+    config = load_config(
+        [f"experiment={name}", "model.path=tiny"]
+    )  # a plan with episodes asks for the context's length
     assert config.name == name
     assert placement_plan(config).total("GPU") <= GPUS[name]
 
@@ -74,11 +78,12 @@ def stand_ins(name: str, folder: Path, tiny: Path) -> list[str]:
     """The overrides that put local files and one CPU in the place of hub names and GPUs, and change nothing else."""
     config = load_config([f"experiment={name}"])
     model = folder / "policy"
+    tiny = Path(resolve("tiny_tools")) if config.episode.used else tiny
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     model.mkdir()
     for file in tiny.iterdir():
         (model / file.name).write_bytes(file.read_bytes())
-    if config.task.chat_template:
+    if config.task.chat_template and not config.episode.used:
         tokenizer.chat_template = "{% for m in messages %}{{ m.content if m.role == 'user' else '' }}{% endfor %}"
         tokenizer.save_pretrained(model)
     rows = [{config.task.prompt_key: f"{i}+7=", "answer": f"so it is\n#### {i + 7}"} for i in range(40)]

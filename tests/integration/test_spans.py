@@ -9,7 +9,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from asyncrlhf.actors.episodes import StepLanes
 from asyncrlhf.engines.fake import FakeEngine
+from asyncrlhf.report.load import load_run
+from asyncrlhf.report.timeline import section
 from tests.integration.test_local_loop import interrupt_after, kill_at
 from tests.loop import FAKE, meddle, run
 
@@ -81,6 +84,29 @@ def test_spans_last_what_was_drawn_and_fill_the_time_of_every_part(tmp_path: Pat
     assert list(lanes["learner-0"].query("kind == 'snapshot'").version) == [1, 2, 3, 4]
     assert lanes["reward-0"].query("kind == 'score'").rollouts.sum() == ROLLOUTS + 8  # the evaluation at the end
     np.testing.assert_allclose(train.end, [row["wall_time"] for row in done.metrics], atol=1e-9)
+
+    run(tmp_path / "b", *options)
+    pd.testing.assert_frame_equal(spans_of(tmp_path / "a"), spans_of(tmp_path / "b"))
+
+
+def test_steps_of_environments_lie_in_lanes_by_the_names_of_their_tools(tmp_path: Path) -> None:
+    """Of sixteen episodes at a time four are drawn: a step lasts a second, and two of three call the tool."""
+    options = (
+        *FAKE, "steps=4", "episode.environment=tests.worlds:SlowSums", "reward.kind=environment",
+        "generator.max_completion_length=40",
+    )  # fmt: skip
+    run(tmp_path / "a", *options)
+    lanes = {part: lane for part, lane in lanes_of(tmp_path / "a").items() if part.startswith("episode-")}
+    assert set(lanes) == {f"episode-0-{number}" for number in range(StepLanes.MOST)}
+    for lane in lanes.values():
+        assert_tiled(lane)
+        steps = lane[lane.kind != "wait"]
+        assert set(steps.kind) <= {"step", "step next"} and len(steps) > 4
+        np.testing.assert_allclose(steps.end - steps.start, 1.0, atol=1e-6)
+    kinds = pd.concat([lane.kind for lane in lanes.values()]).value_counts()
+    assert kinds["step next"] > kinds["step"] > 0
+    page = section(load_run(tmp_path / "a"))
+    assert ">next</th>" in page and ">environment</th>" in page
 
     run(tmp_path / "b", *options)
     pd.testing.assert_frame_equal(spans_of(tmp_path / "a"), spans_of(tmp_path / "b"))

@@ -19,7 +19,7 @@ from asyncrlhf.orchestrator.learning.meters import _episodes
 from asyncrlhf.records.read.episodes import read_turns
 from asyncrlhf.records.read.verify import examine, verify
 from asyncrlhf.records.write.rollout_rows import ROLLOUT_SCHEMA, TURN
-from asyncrlhf.turns import Turn
+from asyncrlhf.turns import Fork, Turn
 from asyncrlhf.types import OBSERVED, Prompt, Rollout, RolloutGroup
 from tests.loop import FAKE, run
 
@@ -28,9 +28,10 @@ PROMPT = Prompt("p", "1+1=", np.arange(3))
 
 
 def as_episode(row: Row) -> Row:
-    """The row with two observed tokens in the middle of its response, and a tool called there."""
+    """The row with two observed tokens in the middle of its response, where it forks, and a tool called there."""
     versions, logprobs, by = row["policy_versions"], row["behavior_logprobs"], row["generator_id"]
     middle, total = len(versions) // 2, len(versions) + 2
+    forks = [Fork(middle, 0)] if middle else []
     if not middle:  # of a single token
         turns = [Turn(0, len(versions), by)]
     else:
@@ -41,13 +42,21 @@ def as_episode(row: Row) -> Row:
             Turn(middle + 2, total, by),
         ]
     arrays = {"policy_versions": versions, "behavior_logprobs": logprobs}
-    return row | arrays | {"turns": [vars(turn) for turn in turns], "generator_id": "episodes-0"}
+    return (
+        row
+        | arrays
+        | {
+            "turns": [vars(turn) for turn in turns],
+            "generator_id": "episodes-0",
+            "forks": [vars(fork) for fork in forks],
+        }
+    )
 
 
 def as_rollout(row: Row) -> Rollout:
-    turns = tuple(Turn(**turn) for turn in row["turns"])
+    turns, forks = tuple(Turn(**turn) for turn in row["turns"]), tuple(Fork(**fork) for fork in row["forks"])
     versions, logprobs = (np.array(row[name]) for name in ("policy_versions", "behavior_logprobs"))
-    return Rollout(row["rollout_id"], 0, PROMPT, versions, logprobs, versions, "stop", turns=turns)
+    return Rollout(row["rollout_id"], 0, PROMPT, versions, logprobs, versions, "stop", turns=turns, forks=forks)
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +96,7 @@ def test_a_run_of_episodes_holds_and_counts_sampled_tokens_alone(honest: Path) -
     assert found.checked["tokens"] == sampled < sum(len(row["policy_versions"]) for row in rows)
     metrics = [json.loads(line) for line in (honest / "metrics.jsonl").open()]
     assert all(row["turns_mean"] <= 2 and 0 < row["observed_fraction"] < 0.5 for row in metrics)
+    assert all(0 < row["forks_mean"] <= 1 for row in metrics)
     assert all(0 < row["tool_seconds_mean"] <= 0.25 and 0 < row["tool_failures_mean"] < 1 for row in metrics)
     assert all(row["turn_staleness_first_mean"] >= row["turn_staleness_last_mean"] for row in metrics)
     assert any(row["turn_staleness_first_mean"] > row["turn_staleness_last_mean"] for row in metrics)
@@ -135,6 +145,10 @@ LIES: tuple[tuple[str, Callable[[Row], None]], ...] = (
     ("turn with a version that its replica was not given", moved(1, 9)),
     ("turn with a token older than its replica's weights", moved(0, -3)),
     ("another staleness than their tokens", moved(0, -1)),
+    ("a branch that begins within a turn", lambda row: row["forks"][0].update(start=gap(row) + 1)),
+    ("a branch that follows no token", lambda row: row["forks"][0].update(follows=row["prompt_length"] + gap(row) - 1)),
+    ("a branch that follows no token", lambda row: row["forks"][0].update(follows=-2)),
+    ("forks_mean is not what", lambda row: row["forks"].clear()),
     ("turns_mean is not what", lambda row: row["turns"].append(row["turns"][-1])),
     ("tool_seconds_mean is not what", turn(0, seconds=9.0)),
     ("tool_failures_mean is not what", turn(0, failures=9)),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import shlex
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from asyncrlhf.episodes.agents.endpoint import Endpoint
@@ -14,7 +14,9 @@ from asyncrlhf.episodes.agents.session import Session
 from asyncrlhf.episodes.conversation import Conversation
 from asyncrlhf.episodes.environment import Caller, EpisodeError
 from asyncrlhf.episodes.episode_config import EpisodeConfig
+from asyncrlhf.episodes.own_time import OwnTime
 from asyncrlhf.episodes.row import Sample, finite, row_of
+from asyncrlhf.episodes.step_times import StepTimes
 from asyncrlhf.plugins import load_function
 from asyncrlhf.redaction import HIDDEN
 from asyncrlhf.types import GenerationRequest, Prompt, Rollout
@@ -32,6 +34,7 @@ class AgentDriver:
         self._talk = talk
         self._context = context
         self._endpoint = Endpoint(config.endpoint_host, talk.pieces, config.agent_sampling == "refuse")
+        self.steps = StepTimes()
         # The episode has a limit, and its agent none besides.
         self.calls = Caller(MONTH, inline=False)
         self._command = shlex.split(config.agent_command)
@@ -58,11 +61,12 @@ class AgentDriver:
         """The whole episode as a rollout. Raises EpisodeError with the reason if there is none."""
         prompt, seconds = request.prompt, self._config.episode_seconds
         row = {"seed": request.seed, **row_of(prompt)}
-        session = Session(request, sample, self._talk, self._config, self._context)
+        limit = OwnTime(seconds, partial(self.steps.add, ("agent",)))
+        session = Session(request, limit.around(sample), self._talk, self._config, self._context)
         key = self._endpoint.admit(session)
         reward: float | None = None
         try:
-            async with asyncio.timeout(seconds) as limit:
+            async with limit:
                 reward = _reward(await self._played(self._endpoint.base_url, key, row))
         # An agent is the user's code, and may raise anything.
         except Exception as error:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from asyncrlhf.algorithms.logprobs import KeptSets
+from asyncrlhf.data.branches import Branches
 from asyncrlhf.learner.attention.attention import Layout, PackedLayout
 from asyncrlhf.types import IdArray, IntArray, TrainBatch
 
@@ -36,12 +37,14 @@ class PackedInputs:
         device: torch.device | str = "cpu",
         sets: tuple[IdArray, IdArray] | None = None,
         routes: np.ndarray | None = None,
+        order: IntArray | None = None,
     ) -> PackedInputs:
         """From ``token_ids`` [T], ``cu_seqlens`` [N+1], and ``predicted`` [T]: the tokens whose log-probs are wanted. A
         sequence's prompt are the tokens before its first predicted one; others may follow it that are not predicted.
 
         ``sets``: the kept ids and the counts [T] of a batch whose sampling was truncated. ``routes`` [T, E]: the
-        experts of each token; prompts are equal if theirs are, too.
+        experts of each token; prompts are equal if theirs are, too. ``order`` [T]: numbers that give the order of the
+        targets, and of the kept ids; None: their places.
         """
         starts, lengths = cu_seqlens[:-1], np.diff(cu_seqlens)
         sequence = np.repeat(np.arange(len(lengths)), lengths)
@@ -56,6 +59,7 @@ class PackedInputs:
         kept = (place >= shared[sequence]) & (place < lengths[sequence] - 1)
         packed = np.cumsum(kept) - 1  # [T] the new position of each kept token
         targets = np.flatnonzero(predicted)
+        targets = targets if order is None else targets[np.argsort(order[targets])]
         sources = targets - 1
         first = place[targets] == prompts[sequence[targets]]
         owner = owners[sequence[targets[first]]]
@@ -81,7 +85,8 @@ class PackedInputs:
     def of_batch(
         cls, batch: TrainBatch, first: int = 0, last: int | None = None, device: torch.device | str = "cpu"
     ) -> PackedInputs:
-        """The sequences ``first`` to ``last`` (not included; None: all) of a batch, with predicted sampled tokens."""
+        """The sequences ``first`` to ``last`` (not included; None: all) of a batch, with predicted sampled tokens: in
+        the batch's order, also where sequences fork and each branch is a sequence of the pass."""
         boundaries = batch.cu_seqlens[first : None if last is None else last + 1]
         part = slice(int(boundaries[0]), int(boundaries[-1]))
         sets = None
@@ -91,7 +96,12 @@ class PackedInputs:
             sets = (batch.kept_ids[start : start + int(counts.sum())], counts)
         ids, predicted = batch.token_ids[part], batch.response_mask[part]
         routes = None if batch.routed_experts is None else batch.routed_experts[part]
-        return cls.build(ids, boundaries - part.start, predicted, device, sets, routes)
+        if batch.follows is None:
+            return cls.build(ids, boundaries - part.start, predicted, device, sets, routes)
+        texts = Branches.of(batch.follows[part], boundaries - part.start, predicted)
+        sets, routes = sets and (sets[0], sets[1][texts.places]), None if routes is None else routes[texts.places]
+        own = predicted[texts.places] & texts.own
+        return cls.build(ids[texts.places], texts.cu_seqlens, own, device, sets, routes, texts.places)
 
     @classmethod
     def of_texts(
@@ -104,6 +114,15 @@ class PackedInputs:
         tokens = np.concatenate([np.asarray(text, dtype=np.int64) for text in texts])
         inputs = cls.build(tokens, np.concatenate([[0], ends]), predicted, device)
         return inputs, [len(text) - 1 for text in texts]
+
+    @classmethod
+    def after(cls, texts: Sequence[IntArray], device: torch.device | str = "cpu") -> PackedInputs:
+        """The states after texts: each predicts a placeholder for the token that was not generated."""
+        ends = np.cumsum([len(text) + 1 for text in texts])
+        predicted = np.zeros(ends[-1], dtype=np.bool_)
+        predicted[ends - 1] = True
+        tokens = np.concatenate([np.append(text, 0) for text in texts])
+        return cls.build(tokens, np.concatenate([[0], ends]), predicted, device)
 
     @classmethod
     def dummy(cls, device: torch.device | str = "cpu") -> PackedInputs:

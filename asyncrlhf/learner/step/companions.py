@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import nn
 
+from asyncrlhf.data.branches import pass_length
 from asyncrlhf.data.packing import microbatch_indices, pack
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.learner.model.forward import PackedPolicy, use_float32_head
@@ -128,7 +129,7 @@ class RolloutPasses(ABC):
         refusal = f"The {self.model_name} has nothing to score: prompt or response is empty."
         answers: list[FloatArray | str] = [refusal] * len(rollouts)
         able = [i for i, rollout in enumerate(rollouts) if len(rollout.prompt.token_ids) and rollout.sampled.any()]
-        lengths = np.array([len(rollouts[i].prompt.token_ids) + len(rollouts[i].response_ids) for i in able], np.int64)
+        lengths = np.array([pass_length(rollouts[i]) for i in able], np.int64)
         for batch in microbatch_indices(lengths, self._budget):
             chosen = [able[place] for place in batch]
             for i, answer in zip(chosen, self._pass([rollouts[i] for i in chosen]), strict=True):
@@ -143,7 +144,7 @@ class RolloutPasses(ABC):
         if found is None and self._make_room():
             return self._pass(rollouts)
         if found is None:
-            tokens = max(len(r.prompt.token_ids) + len(r.response_ids) for r in rollouts)
+            tokens = max(map(pass_length, rollouts))
             many = f"{len(rollouts)} sequences of up to {tokens} tokens"
             return [f"The {self.model_name} ran out of memory with {many}; lower {self.setting}."] * len(rollouts)
         return [self._checked(numbers) for numbers in found]

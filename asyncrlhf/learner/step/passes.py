@@ -12,7 +12,8 @@ from asyncrlhf.data.packing import microbatch_indices
 from asyncrlhf.learner.model.forward import TokenFacts
 from asyncrlhf.learner.model.inputs import PackedInputs
 from asyncrlhf.learner.model.model_pass import autocast
-from asyncrlhf.learner.step.plan import Microbatch, ResponseTokens, StepPlan, cut_answers
+from asyncrlhf.learner.step.cut_answers import cut_answers
+from asyncrlhf.learner.step.plan import Microbatch, ResponseTokens, StepPlan
 from asyncrlhf.types import FloatArray
 
 AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -11,6 +11,7 @@ import torch
 
 from asyncrlhf.algorithms.heads import pair
 from asyncrlhf.algorithms.masked import group_reduce
+from asyncrlhf.data.branches import pass_lengths
 from asyncrlhf.data.packing import microbatch_indices, minibatch_indices, select, sequence_lengths
 from asyncrlhf.learner.model.forward import TokenFacts
 from asyncrlhf.learner.model.inputs import PackedInputs
@@ -117,13 +118,13 @@ def plan_step(
     lengths = sequence_lengths(batch)
     if config.truncated == "mask":
         batch = replace(batch, loss_mask=batch.loss_mask & ~np.repeat(batch.truncated, lengths))
-    idle = zero_gradient_sequences(batch, config)
+    idle, passed = zero_gradient_sequences(batch, config), pass_lengths(batch)
     groups: list[tuple[int, bool, IntArray]] = []  # minibatch, trains, sequences
     for index, members in enumerate(minibatch_indices(batch, config.minibatches)):
         for trains in (True, False):
             part = members[idle[members] != trains]
             part = part[_siblings_together(batch.group_ids[part], lengths[part])]
-            groups += [(index, trains, part[run]) for run in microbatch_indices(lengths[part], token_budget)]
+            groups += [(index, trains, part[run]) for run in microbatch_indices(passed[part], token_budget)]
     order = np.concatenate([part for _, _, part in groups]) if groups else np.zeros(0, dtype=np.int64)
     ordered = select(batch, order)
     minibatches: list[list[Microbatch]] = [[] for _ in range(config.minibatches)]
@@ -162,28 +163,6 @@ def flat_groups(batch: TrainBatch) -> np.ndarray:
     """Sequences [N] whose group has one and the same reward throughout."""
     rewards, group_ids = torch.from_numpy(batch.rewards), torch.from_numpy(batch.group_ids)
     return (group_reduce(rewards, group_ids, "amin") == group_reduce(rewards, group_ids, "amax")).numpy()
-
-
-def cut_answers(plan: StepPlan, token_budget: int, device: torch.device) -> tuple[list[Microbatch], torch.Tensor]:
-    """(microbatches, sequences [n]) for the states after truncated answers: a critic's values of the microbatches, laid
-    out by ``span`` [n], are those of ``sequences``."""
-    chosen = np.flatnonzero(plan.batch.truncated)
-    cut = select(plan.batch, chosen)
-    lengths = sequence_lengths(cut)
-    microbatches = []
-    for run in microbatch_indices(lengths, token_budget):
-        first, last = int(run[0]), int(run[-1]) + 1
-        tokens = cut.token_ids[cut.cu_seqlens[first] : cut.cu_seqlens[last]]
-        ends = np.cumsum(lengths[run])
-        # A placeholder for the token that was not generated: only the state before it is used.
-        inputs = PackedInputs.build(
-            np.insert(tokens, ends, 0),
-            np.concatenate([[0], ends + np.arange(1, len(run) + 1)]),
-            np.insert(np.zeros(len(tokens), dtype=np.bool_), ends, True),
-            device,
-        )
-        microbatches.append(Microbatch(inputs, slice(first, last), slice(first, last), trains=False))
-    return microbatches, torch.from_numpy(chosen).to(device)
 
 
 def invalid_behavior(batch: TrainBatch) -> np.ndarray:

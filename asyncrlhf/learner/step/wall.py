@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import transformers
 
-from asyncrlhf.errors import ConfigError
+from asyncrlhf.errors import AsyncRLHFError, ConfigError
 from asyncrlhf.learner.model.forward import PackedPolicy
 from asyncrlhf.learner.model.inputs import PackedInputs
 from asyncrlhf.learner.model.model_pass import is_packed
@@ -29,7 +29,7 @@ from asyncrlhf.models.plain_pass import (
     set_attention,
 )
 from asyncrlhf.models.vocabulary import sampled_ids
-from asyncrlhf.types import IntArray
+from asyncrlhf.types import IntArray, TrainBatch
 
 # Of ``rounding``: a neighbour's tokens do not change the operations on a sequence's own, only the experts' batches.
 LEAK = 0.01
@@ -165,6 +165,15 @@ def _logprobs(policy: PackedPolicy, texts: Sequence[IntArray]) -> list[torch.Ten
 def _own_logprobs(logits: torch.Tensor, text: IntArray) -> torch.Tensor:
     following = torch.from_numpy(text[4:, None]).to(logits.device)
     return logits[3:-1].log_softmax(-1).gather(1, following)[:, 0]
+
+
+def check_branches(batch: TrainBatch, config: LearnerConfig, policy: PackedPolicy) -> None:
+    """Raise AsyncRLHFError for episodes that fork where ranks would then call a sharded model unequally often."""
+    if batch.follows is not None and config.sharded and not policy.packing:
+        raise AsyncRLHFError(
+            "A batch has episodes that fork, and this sharded learner passes one sequence at a time, as many as the "
+            "other ranks; allowed: episode.history=keep, or a model that trains packed."
+        )
 
 
 def check_shards(passes: ForwardPasses, policy: Any, texts: Sequence[IntArray], token_budget: int) -> None:

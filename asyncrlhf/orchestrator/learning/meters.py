@@ -178,8 +178,10 @@ def _episodes(version: int, taken: Sequence[RolloutGroup]) -> dict[str, float]:
     if not facts:
         return {}
     observed = sum(r.observed_length for r in rollouts)
+    forks = [f.forks for f in facts]
     return {
         "turns_mean": float(np.mean([f.turns for f in facts])),
+        **({"forks_mean": float(np.mean(forks))} if any(forks) else {}),
         "observed_fraction": observed / max(1, observed + sum(r.response_length for r in rollouts)),
         "tool_seconds_mean": float(np.mean([f.tool_seconds for f in facts])),
         "tool_failures_mean": float(np.mean([f.tool_failures for f in facts])),

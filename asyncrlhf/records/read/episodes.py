@@ -18,17 +18,33 @@ Tell = Callable[[str, np.ndarray], None]  # adds a finding about rows
 
 @dataclass
 class Turns:
-    """The turns [K] of all rows [R]. ``faults``: rows by what is wrong with them."""
+    """The turns [K] of all rows [R], and how often each forks. ``faults``: rows by what is wrong with them."""
 
     of: IntArray  # [R] number of turns
     observed: IntArray  # [R] observed tokens
     row: IntArray  # [K]
+    end: IntArray  # [K]
     seconds: np.ndarray  # [K]
     failures: IntArray  # [K]
     replicas: list[str]  # [K] that sampled them
     oldest: IntArray  # [K] smallest version among the tokens; -1 for a turn that is not within its response
     newest: IntArray  # [K]
     faults: dict[str, IntArray] = field(default_factory=dict)
+    forks: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))  # [R]
+
+    def add_forks(self, column: pa.ChunkedArray, prompts: IntArray) -> None:
+        """Check the column ``forks``: each begins where a turn ends, and follows a token before it, or none.
+        ``prompts`` [R]: tokens of the prompt."""
+        self.forks = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
+        start, follows = (part.to_numpy() for part in pc.list_flatten(column).combine_chunks().flatten())
+        row = np.repeat(np.arange(len(self.forks)), self.forks)
+        ends = set(zip(self.row.tolist(), self.end.tolist(), strict=True))
+        begun = np.array([place in ends for place in zip(row.tolist(), start.tolist(), strict=True)], np.bool_)
+        self.faults["rollouts {ids} have a branch that begins within a turn or an observation."] = np.unique(
+            row[~begun]
+        )
+        outside = (follows < -1) | (follows >= prompts[row] + start - 1)
+        self.faults["rollouts {ids} have a branch that follows no token before it."] = np.unique(row[outside])
 
     def check_weights(self, ids: IntArray, weights: Mapping[int, Weights], tell: Tell) -> None:
         """Check each turn's versions: none is older than the one that its replica held when the episode began, or newer
@@ -56,7 +72,7 @@ class Turns:
         size, ends = len(self.of), np.cumsum(self.of)
         own = self.of[row] > 0
         episode, step = row[own], at[own]
-        count = np.bincount(step, minlength=total)
+        count, forks = np.bincount(step, minlength=total), self.forks[episode]
         none = np.where(count > 0, 1.0, np.nan)
 
         def means(values: np.ndarray) -> np.ndarray:
@@ -66,6 +82,7 @@ class Turns:
         whole = observed + np.bincount(at, lengths[row], total)
         return {
             "turns_mean": means(self.of[episode]),
+            "forks_mean": np.where(np.bincount(step, forks, total) > 0, means(forks), np.nan),
             "observed_fraction": none * observed / np.maximum(whole, 1),
             "tool_seconds_mean": means(np.bincount(self.row, self.seconds, size)[episode]),
             "tool_failures_mean": means(np.bincount(self.row, self.failures, size)[episode]),
@@ -118,7 +135,7 @@ def read_turns(column: pa.ChunkedArray, lengths: IntArray, versions: IntArray) -
         newest[good] = np.maximum.reduceat(padded, edges)[::2]
     observed = np.bincount(of_token[~sampled], minlength=len(of))
     seconds = flat["seconds"].to_numpy(zero_copy_only=False)
-    return Turns(of, observed, row, seconds, failures, replicas, oldest, newest, faults)
+    return Turns(of, observed, row, end, seconds, failures, replicas, oldest, newest, faults)
 
 
 def _falls(

@@ -18,7 +18,7 @@ from asyncrlhf.types import OBSERVED
 _ENDS = {"trained": TRAINED, "dropped": DROPPED, "failed": FAILED}
 _COLUMNS = (
     *("rollout_id", "group_id", "reward", "policy_versions", "consumed_at_version"),
-    *("staleness", "state", "generator_id", "turns"),
+    *("staleness", "state", "generator_id", "turns", "prompt_length", "forks"),
 )
 _SCHEMA = pa.schema([ROLLOUT_SCHEMA.field(name) for name in _COLUMNS])
 IntArray = np.ndarray
@@ -65,6 +65,7 @@ def read_rollouts(run_dir: Path, found: Findings) -> Recorded:
     generators = table["generator_id"].combine_chunks().dictionary_encode()
     lengths, versions = _lists(table["policy_versions"])
     turns = read_turns(table["turns"], lengths, versions)
+    turns.add_forks(table["forks"], _integers(table["prompt_length"]))
     if turns.observed.any():
         lengths, versions = lengths - turns.observed, versions[versions != OBSERVED]
     uses, used_at = _lists(table["consumed_at_version"])

@@ -177,6 +177,7 @@ FAMILIES: tuple[Family, ...] = (
         "episodes",
         "Only of batches with episodes: means over them.",
         ("turns_mean", "turns", "turns", "Turns of an episode."),
+        ("forks_mean", "forks", "forks", "Forks of an episode's row, in batches with any."),
         ("observed_fraction", "share", "observed", "Response tokens of the batch that were observed, not sampled."),
         ("tool_seconds_mean", "s", "tool time", "Time of the environment's steps, all turns of an episode."),
         ("tool_failures_mean", "calls", "failed tool calls", "Calls that were malformed, unknown, raised or late."),

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from asyncrlhf.records.write.whole_files import write_table
-from asyncrlhf.turns import Turn
+from asyncrlhf.turns import Fork, Turn
 from asyncrlhf.types import OBSERVED, Rollout
 
 TURN = pa.struct(
@@ -25,6 +25,7 @@ TURN = pa.struct(
         ("reward", pa.float64()),
     ]
 )
+FORK = pa.struct([("start", pa.int64()), ("follows", pa.int64())])
 ROLLOUT_SCHEMA = pa.schema(
     [
         ("rollout_id", pa.int64()),
@@ -47,6 +48,8 @@ ROLLOUT_SCHEMA = pa.schema(
         ("extra", pa.string()),
         ("turns", pa.list_(TURN)),
         ("episode_reward", pa.float64()),
+        ("prompt_length", pa.int64()),
+        ("forks", pa.list_(FORK)),
     ]
 )
 EVALUATIONS_FOLDER = "evaluations"
@@ -72,7 +75,8 @@ class RolloutRow:
     seconds of the run's clock and ``consumed_at`` is the last use's. ``epoch``: the run's epoch when the rollout was
     given to its generator; with ``policy_versions`` it identifies the weights that sampled each token. ``extra``: the
     arguments of ``log_extra``, as a JSON object. ``turns``: those of an episode, in which the observed tokens have
-    version -1 and log-prob 0.
+    version -1 and log-prob 0. ``forks``: where its row forks, in positions of the prompt's ``prompt_length`` tokens and
+    those of the response after them.
     """
 
     rollout_id: int
@@ -95,12 +99,15 @@ class RolloutRow:
     extra: str | None = None
     turns: tuple[Turn, ...] = ()
     episode_reward: float | None = None
+    prompt_length: int | None = None
+    forks: tuple[Fork, ...] = ()
 
     def fill(self, rollout: Rollout) -> None:
         """Copy text and arrays from the finished rollout."""
         self.prompt, self.response = rollout.prompt.text, rollout.response_text
         self.policy_versions, self.behavior_logprobs = rollout.policy_versions, rollout.behavior_logprobs
         self.turns, self.episode_reward = rollout.turns, rollout.episode_reward
+        self.prompt_length, self.forks = len(rollout.prompt.token_ids), rollout.forks
 
 
 def write_part(target: Path, rows: Sequence[RolloutRow], rollouts: Sequence[Rollout | None] | None = None) -> None:
@@ -110,6 +117,7 @@ def write_part(target: Path, rows: Sequence[RolloutRow], rollouts: Sequence[Roll
             row.fill(rollout)
     columns: dict[str, Any] = {name: [getattr(row, name) for row in rows] for name in ROLLOUT_SCHEMA.names}
     columns["turns"] = [[_told(turn) for turn in row.turns] for row in rows]
+    columns["forks"] = [[vars(fork) for fork in row.forks] for row in rows]
     write_table(target, columns, ROLLOUT_SCHEMA)
 
 
@@ -120,7 +128,7 @@ def _told(turn: Turn) -> dict[str, Any]:
 
 def read_columns(path: Path, names: Sequence[str]) -> pa.Table:
     """Columns of one file. Those of episodes are null if the file was written before there were any."""
-    missing = {"turns", "episode_reward"} - set(pq.read_schema(path).names)
+    missing = {"turns", "episode_reward", "prompt_length", "forks"} - set(pq.read_schema(path).names)
     table = pq.read_table(path, columns=[name for name in names if name not in missing])
     for name in missing.intersection(names):
         table = table.append_column(

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from asyncrlhf.buffer.ledger import prompt_from_json, prompt_to_json
 from asyncrlhf.errors import CheckpointError
-from asyncrlhf.turns import Turn
+from asyncrlhf.turns import Fork, Turn
 from asyncrlhf.types import Rollout
 
 ARRAYS = {
@@ -22,7 +22,7 @@ ARRAYS = {
 }  # fmt: skip
 FACTS = (
     "rollout_id", "group_id", "finish_reason", "response_text", "generator_id", "critic_version", "tag", "turns",
-    "episode_reward",
+    "episode_reward", "forks",
 )  # fmt: skip
 # Texts are stored as JSON, whose escapes can hold what UTF-8 cannot; siblings share one entry for their prompt.
 SCHEMA = pa.schema(
@@ -71,9 +71,12 @@ def _rollouts(table: pa.Table) -> list[Rollout]:
     rollouts = []
     for i, (text, place) in enumerate(zip(table["facts"].to_pylist(), places.indices.to_pylist(), strict=True)):
         facts: dict[str, Any] = json.loads(text)
+        if isinstance(facts, dict):
+            facts.setdefault("forks", [])  # which older files lack
         if set(facts) != set(FACTS) or not all(type(facts[name]) is int for name in ("rollout_id", "group_id")):
             raise ValueError(f"row {i} is not a rollout")
         facts["turns"] = tuple(Turn(**{**turn, "tools": tuple(turn["tools"])}) for turn in facts["turns"])
+        facts["forks"] = tuple(Fork(**fork) for fork in facts["forks"])
         own = {name: column[i] for name, column in arrays.items()}
         if (routes := own["routed_experts"]) is not None:
             inputs = len(prompts[place].token_ids) + len(own["response_ids"]) - 1
@@ -84,7 +87,8 @@ def _rollouts(table: pa.Table) -> list[Rollout]:
 
 
 def _facts(rollout: Rollout) -> dict[str, Any]:
-    return {name: getattr(rollout, name) for name in FACTS} | {"turns": [vars(turn) for turn in rollout.turns]}
+    facts = {name: getattr(rollout, name) for name in FACTS}
+    return facts | {name: [vars(one) for one in facts[name]] for name in ("turns", "forks")}
 
 
 def _cast(array: np.ndarray | None, kind: pa.DataType) -> np.ndarray | None:

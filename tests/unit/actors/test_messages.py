@@ -20,7 +20,7 @@ from asyncrlhf.buffer.held import group_from_json, group_to_json
 from asyncrlhf.readahead.owners import ChunkInfo
 from asyncrlhf.records.write.rollout_rows import RolloutRow, undo_uses, write_part
 from asyncrlhf.records.write.spans import SpanBatch
-from asyncrlhf.turns import EpisodeFacts, Turn
+from asyncrlhf.turns import EpisodeFacts, Fork, Turn
 from asyncrlhf.types import (
     OBSERVED,
     GenerationFailure,
@@ -62,7 +62,8 @@ def rollouts() -> list[Rollout]:
 def episode() -> Rollout:
     turns = Turn(0, 2, "g-0", ("search", "\ud800"), 1.5, 1), Turn(3, 6, "g-1", (), 0.5, 0, 0.25)
     versions, logprobs = np.array([5, 6, OBSERVED, 4, 7, 7]), np.full(6, -1.0, np.float32)
-    return Rollout(8, 4, prompt(1), np.arange(6), logprobs, versions, "stop", tag=3, turns=turns, episode_reward=1.0)
+    told: dict[str, Any] = {"tag": 3, "turns": turns, "episode_reward": 1.0, "forks": (Fork(2, 0),)}
+    return Rollout(8, 4, prompt(1), np.arange(6), logprobs, versions, "stop", **told)
 
 
 def travelled(thing: Any) -> Any:
@@ -100,7 +101,7 @@ def test_an_episode_brings_its_turns_and_facts_about_them(tmp_path: Path) -> Non
     assert_equal(given, travelled(RolloutBundle([given, *rollouts()]))[0])
     told = travelled(Collected(describe([given, *rollouts()]), ages=[0.0] * 7)).finished
     info = told[0]
-    assert info.episode == EpisodeFacts(2, 2.0, tool_calls=2, tool_failures=1, first_version=5, last_version=4)
+    assert info.episode == EpisodeFacts(2, 2.0, 2, 1, first_version=5, last_version=4, forks=1)
     assert (info.response_length, info.observed_length, info.min_version, info.max_version) == (5, 1, 4, 7)
     assert [other.episode for other in told[1:]] == [None] * 6
     info.reward = told[1].reward = 0.5
@@ -114,6 +115,7 @@ def test_an_episode_brings_its_turns_and_facts_about_them(tmp_path: Path) -> Non
     (row,) = pq.read_table(tmp_path / "part-00000.parquet").to_pylist()
     assert (row["consumed_at_version"], row["staleness"], row["episode_reward"]) == ([7], 3, 1.0)
     assert row["policy_versions"] == [5, 6, OBSERVED, 4, 7, 7]
+    assert (row["forks"], row["prompt_length"]) == ([{"start": 2, "follows": 0}], len(given.prompt.token_ids))
     assert [turn["tools"] for turn in row["turns"]] == [["search", "?"], []], "no half of a character"
     assert Turn(**(row["turns"][1] | {"tools": ()})) == given.turns[1]
 

@@ -379,8 +379,6 @@ def test_keywords_reach_the_template() -> None:
 
 
 def test_refusals_are_sentences() -> None:
-    with pytest.raises(ConfigError, match=r"^history=fork is not supported yet; allowed: history=keep\.$"):
-        Conversation(tokenizer_for(SHAPES["chatml"].template), history="fork")
     with pytest.raises(ConfigError, match=r"^Tools need a chat template.*has none; allowed: "):
         Conversation(plain_tokenizer()).opening("What?", [TOOL])
     with pytest.raises(ConfigError, match=r"does not render messages of role tool.*; allowed: "):

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from typing import Any
 
 import aiohttp
@@ -87,7 +88,8 @@ def asked(text: str = "What is 2+3?", most: int = 400, number: int = 7) -> Gener
 
 @asynccontextmanager
 async def opened(**settings: Any) -> Any:
-    driver = AgentDriver(EpisodeConfig(**settings), Conversation(TOKENS), 1000)
+    config = EpisodeConfig(**settings)
+    driver = AgentDriver(config, Conversation(TOKENS, history=config.history), 1000)  # type: ignore[arg-type]
     await driver.open("127.0.0.1")
     try:
         yield driver
@@ -382,11 +384,14 @@ async def test_limits_end_the_episode_and_what_was_sampled_stays() -> None:
         rollout = await driver.play(asked(most=30), Sampler("fourteen chars"))
         assert rollout.finish_reason == "length" and len(rollout.turns) == 4 and len(rollout.response_ids) == 30
         assert rollout.episode_reward is None
-        with pytest.raises(EpisodeError, match="no room for an answer after a prompt of 4 tokens"):
+        with pytest.raises(EpisodeError, match="no room for an answer after a text of 4 tokens"):
             await driver.play(asked(most=0), Sampler("x"))
     async with opened(agent="tests.agents:greedy", max_turns=2) as driver:
         rollout = await driver.play(asked(), Sampler("x"))
         assert rollout.finish_reason == "length" and len(rollout.turns) == 2
+        steps, _ = driver.steps.take()
+        assert [step.name for step in steps] == ["agent"] * 3, "before, between and after its two turns"
+        assert all(one.start <= one.end <= two.start for one, two in pairwise(steps))
     async with opened(agent="tests.agents:asks_and_hangs", episode_seconds=1.0) as driver:
         rollout = await driver.play(asked(), Sampler("x"))
         assert rollout.finish_reason == "length" and len(rollout.turns) == 1

@@ -11,6 +11,7 @@ from asyncrlhf.episodes.episode_config import EpisodeConfig
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.models.checkpoint_folder import load_tokenizer
 from asyncrlhf.tasks.task import PromptEncoder
+from tests import worlds
 
 MODEL = ModelConfig(path="tiny_tools")
 
@@ -23,9 +24,22 @@ def test_template_and_system_prompt_stay(given: object) -> None:
     prompt = PromptEncoder(load_tokenizer(MODEL), task)("p", given)  # type: ignore[arg-type]
     driver = EpisodeSpec(EpisodeConfig(tools=["calculator"]), task, MODEL, 128).driver(inline=True)
     assert isinstance(driver, Driver)
-    opened = driver._opening(prompt, driver._world.environment({}), None)
+    opened, asked = driver._opening(prompt, driver._world.environment({}), None)
     assert opened.token_ids.tolist() == prompt.token_ids.tolist()
     assert opened.messages == prompt.messages
+    assert [message["role"] for message in asked] == ["system", "user"]
+
+
+def test_the_environment_of_the_check_before_a_run_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[worlds.Sums] = []
+
+    async def close(self: worlds.Sums) -> None:
+        closed.append(self)
+
+    monkeypatch.setattr(worlds.Sums, "close", close)
+    driver = EpisodeSpec(EpisodeConfig(environment="tests.worlds:Sums"), TaskConfig(), MODEL, 128).driver(inline=True)
+    driver.check(PromptEncoder(load_tokenizer(MODEL), TaskConfig())("p", "3*4="))
+    assert len(closed) == 1
 
 
 def test_a_row_that_chooses_no_environment_is_a_wrong_input() -> None:

@@ -54,7 +54,7 @@ def test_the_sampled_tokens_of_a_packed_row_are_those_of_the_row_without_gaps() 
     left = np.concatenate([np.r_[np.full(len(r.prompt.token_ids), True), r.sampled] for r in (s.rollout for s in rows)])
     assert (~left).sum() > 20 and not (batch.response_mask | batch.loss_mask)[~left].any()
     assert set(batch.policy_versions[~left].tolist()) == {OBSERVED} and batch.cu_seqlens[-1] == len(left)
-    for name in {own.name for own in fields(TrainBatch)} - {"cu_seqlens", "routed_experts"}:
+    for name in {own.name for own in fields(TrainBatch)} - {"cu_seqlens", "routed_experts", "follows"}:
         found, expected = getattr(batch, name), getattr(wanted, name)
         np.testing.assert_array_equal(found[left] if len(found) == len(left) else found, expected, err_msg=name)
 

@@ -38,7 +38,7 @@ CONTRACT = [
     *("rollout_id", "group_id", "prompt", "response", "reward", "policy_versions", "behavior_logprobs"),
     *("consumed_at_version", "staleness", "state", "drop_reason", "generator_id"),
     *("admitted_at", "generated_at", "scored_at", "consumed_at", "epoch", "extra"),
-    *("turns", "episode_reward"),
+    *("turns", "episode_reward", "prompt_length", "forks"),
 ]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.records.write.saved_rollouts import SCHEMA, _facts, read_rollouts, write_rollouts
-from asyncrlhf.turns import Turn
+from asyncrlhf.turns import Fork, Turn
 from asyncrlhf.types import OBSERVED, Prompt, Rollout
 
 PROMPT = Prompt(
@@ -30,7 +30,7 @@ SECOND = replace(
 )
 EPISODE = replace(
     SECOND, rollout_id=10, policy_versions=np.array([3, OBSERVED, 4, 4]), tag=6, episode_reward=0.1,
-    turns=(Turn(0, 1, "g-0", ("search", "\ud800"), 0.1, 1, -0.3), Turn(2, 4, "g-1")),
+    turns=(Turn(0, 1, "g-0", ("search", "\ud800"), 0.1, 1, -0.3), Turn(2, 4, "g-1")), forks=(Fork(1, -1),),
 )  # fmt: skip
 EMPTY = Rollout(
     9, 4, Prompt("q", "", np.array([], np.int64)), np.array([], np.int64), np.array([], np.float32),
@@ -90,3 +90,11 @@ def test_a_file_of_other_contents_is_refused_in_one_sentence(tmp_path: Path, cha
     write_rollouts(path, [FIRST, FIRST])
     with pytest.raises(CheckpointError, match="holds a rollout twice"):
         read_rollouts(path)
+
+
+def test_files_from_before_rows_forked_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "asyncrlhf.records.write.saved_rollouts._facts", lambda r: {k: v for k, v in _facts(r).items() if k != "forks"}
+    )
+    write_rollouts(tmp_path / "rollouts.arrow", [FIRST])
+    assert read_rollouts(tmp_path / "rollouts.arrow")[7].forks == ()

@@ -18,7 +18,7 @@ from asyncrlhf.records.write.rollout_tokens import TokenRecord
 from asyncrlhf.records.write.spans import Span, SpanRow, write_spans
 from asyncrlhf.report import rollouts, timeline
 from asyncrlhf.report.load import Run
-from asyncrlhf.turns import Turn
+from asyncrlhf.turns import Fork, Turn
 from asyncrlhf.types import OBSERVED
 
 HOSTILE = "a</script><script>document.title='broken'</script> \"quoted\" & <b>'bold'</b> 🙂 \ud83d <!-- \u2028"
@@ -115,21 +115,26 @@ def test_an_episode_shows_its_turns_and_observed_tokens_apart(tmp_path: Path) ->
     (tmp_path / "rollouts").mkdir()
     turns = Turn(0, 2, "g-0", ("<search>",), 1.25, 1), Turn(4, 5, "g-1", reward=0.5)
     row = RolloutRow(1, 1, "", "trained", 0.0, policy_versions=[8, 9, OBSERVED, OBSERVED, 7], turns=turns)
+    row.forks, row.prompt_length = (Fork(2, 1), Fork(3, -1), Fork(4, 5)), 4
     write_part(tmp_path / "rollouts" / "part-00000.parquet", [row])
     page = rollouts.section(run_at(tmp_path))
     unknown, episode = embedded(page)["rollouts"]
     assert "e" not in unknown and [turn["v"] for turn in episode["e"]] == [[8, 9], [7, 7]]
     assert episode["a"] == 2 and episode["m"] == [] and episode["x"] == [0.5, 0.5, None, None, 0.5]
+    assert episode["f"] == [[2, -3], [3, None], [4, 1]]
     if CHROMIUM is not None:
         body = shown(
             tmp_path,
             page,
             """<script>
 const text = (name) => [...document.querySelectorAll(name)].map((e) => e.textContent);
-const told = [text('.turn'), text('.seen'), text('.key span'), text('.count')];
+const told = [text('.turn'), text('.seen'), text('.key span'), text('.fork')];
 document.body.innerHTML = ''; document.body.append(JSON.stringify(told));</script>""",
         )
-        told, seen, key, _ = json.loads(body)
+        told, seen, key, forks = json.loads(body)
+        assert [text.removeprefix("a branch that follows ") for text in forks] == [
+            "the prompt, but for its last 2 tokens", "nothing before it", "token 2",
+        ]  # fmt: skip
         assert told[0] == "turn 1: g-0, versions 8 to 9, 2 tokens; <search>, 1.25 s, 1 failed"
         assert told[1] == "turn 2: g-1, versions 7 to 7, 1 tokens; no tool, reward 0.500"
         assert seen == ["?"] * 4 and "underlined: observed, not sampled" in key

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.rewards import sandbox, sandbox_child
+from asyncrlhf.rewards import confinement, sandbox
 from asyncrlhf.rewards.reward import Scorer, WeightedSource
 from asyncrlhf.rewards.reward_config import RewardConfig, SandboxConfig
 from asyncrlhf.rewards.sandbox import SandboxSource
@@ -208,14 +208,14 @@ def test_where_a_kernel_gives_no_namespace_the_start_is_refused(monkeypatch: pyt
             pass
 
         def unshare(self, _: int) -> int:
-            sandbox_child.ctypes.set_errno(1)
+            confinement.ctypes.set_errno(1)
             return -1
 
-    monkeypatch.setattr(sandbox_child.ctypes, "CDLL", Refusing)
+    monkeypatch.setattr(confinement.ctypes, "CDLL", Refusing)
     with pytest.raises(
         ConfigError, match=r"is not possible .*no network namespace \(Operation not permitted\); allowed"
     ):
-        sandbox_child.confine(SandboxConfig(network=False))
+        confinement.confine(SandboxConfig(network=False))
 
 
 def test_it_runs_in_a_folder_of_its_own_without_the_secrets_of_the_environment(
