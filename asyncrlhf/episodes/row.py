@@ -76,7 +76,7 @@ class Row:
 
     def context_of(self, tip: int) -> IntArray:
         """[n] the token at a position of the row, and those that it follows."""
-        return self._whole[lineage(self._follows, tip)]
+        return self._whole[lineage(self._follows, tip) if self.forks else slice(tip + 1)]
 
     @property
     def _whole(self) -> IntArray:

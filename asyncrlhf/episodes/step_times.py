@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 MOST = 2048  # steps that wait to be taken; further ones are counted as lost
+LEAST_SECONDS = 0.001  # of a step that is kept: a timeline shows no shorter ones, which may be thousands a second
 LONGEST_NAME = 40  # characters: the model may call what it likes
 
 
@@ -23,6 +24,8 @@ class StepTimes:
         self._lost = 0
 
     def add(self, tools: Sequence[str], start: float, end: float) -> None:
+        if end - start < LEAST_SECONDS:
+            return
         if len(self._steps) == MOST:
             self._lost += 1
             return

@@ -38,6 +38,7 @@ from asyncrlhf.orchestrator.start.origin import Origin, find_origin
 from asyncrlhf.orchestrator.start.preflight import (
     ERROR_FILE,
     check_devices,
+    check_engine_versions,
     check_penalties,
     check_places,
     check_truncation,
@@ -82,6 +83,7 @@ def prepare(config: RunConfig) -> Prepared:
     """Check all input before any actor starts; raises ConfigError with one sentence."""
     transformers_logging.disable_progress_bar()
     check_sinks(config.logging)
+    check_engine_versions(config)
     check_devices(config)
     check_model(config.model)
     check_dealt_out(load_shape(config.model), config.learner)

@@ -48,7 +48,7 @@ def read_rows(path: str, split: str, key: str) -> Dataset:
             table = datasets.load_dataset(BUILDERS[files[0].suffix], data_files=names, split="train")
         else:
             table = datasets.load_dataset(path, split=split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, TypeError, ValueError, datasets.exceptions.DatasetsError) as error:  # TypeError: datasets 4.7
         reason = _broken_line(files) or _innermost(error)
         kind = "could not be read" if files or saved else "is neither a local file nor a dataset that loads"
         raise ConfigError(f"{key}={path} {kind}: {reason}.") from error

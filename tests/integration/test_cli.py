@@ -66,6 +66,8 @@ COLUMNS = [
     "extra",
     "turns",
     "episode_reward",
+    "prompt_length",
+    "forks",
 ]
 TINY = ("runtime=local", "batch_size=16", "learner.learning_rate=1e-4", "task.heldout_size=8", "logging.progress=none")
 BARE = (*TINY, "logging.wandb=disabled", "logging.report=false")

@@ -325,31 +325,23 @@ def masked_calls(
 def varlen_takes(query: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether torch's varlen kernel computes heads of this type and size (``mha_varlen_fwd`` in its flash_api.cpp)."""
     size, half = query.shape[-1], value.dtype in (torch.bfloat16, torch.float16)
-    fits = half and size % 8 == 0 and size <= 256 and size == value.shape[-1]
-    return fits and varlen_arguments() >= {"scale", "window_size"}
-
-
-def varlen_arguments() -> frozenset[str]:
-    """What this version of torch's ``varlen_attn`` takes; nothing where torch has none."""
-    try:
-        from torch.nn.attention import varlen
-    except ImportError:  # before 2.10
-        return frozenset()
-    return _arguments(varlen.varlen_attn)
+    return half and size % 8 == 0 and size <= 256 and size == value.shape[-1]
 
 
 @lru_cache(maxsize=8)
-def _arguments(function: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
+def _takes_groups(kernel: Callable[..., Any]) -> bool:
+    return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 def grouped_heads(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """(key, value, further arguments) for ``varlen_attn`` [T, heads, D]: before torch 2.13 it does not take fewer heads
+    """(key, value, further arguments) for ``varlen_attn`` [T, heads, D]: before torch 2.12 it does not take fewer heads
     of keys than of queries, which are therefore repeated."""
+    from torch.nn.attention import varlen
+
     group = query.shape[1] // key.shape[1]
-    if "enable_gqa" in varlen_arguments():
+    if _takes_groups(varlen.varlen_attn):
         return key, value, {"enable_gqa": group > 1}
     if group > 1:
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))

@@ -70,8 +70,6 @@ def build_optimizer(config: LearnerConfig, policy: nn.Module | None, critic: nn.
 
 def check_optimizer(config: LearnerConfig) -> None:
     """Raise ConfigError for an unknown optimizer, before any actor starts."""
-    if config.optim == MUON:
-        check(hasattr(torch.optim, "Muon"), "learner.optim=muon needs torch 2.9 or newer, which has torch.optim.Muon.")
     if config.optim == "adamw_8bit":
         check_package("learner.optim=adamw_8bit", "bitsandbytes", "bitsandbytes")
     if config.optim != "adamw_8bit":  # which needs a GPU

@@ -23,7 +23,7 @@ from asyncrlhf.records.write.rollout_tokens import TOKENS_FOLDER
 from asyncrlhf.records.write.run_lock import LOCK_FILE
 from asyncrlhf.records.write.spans import SPANS_FOLDER
 from asyncrlhf.records.write.status import STATUS_FILE
-from asyncrlhf.validation import check
+from asyncrlhf.validation import check, check_versions
 
 ERROR_FILE = "error.txt"
 FILES = (CONFIG_FILE, METRICS_FILE, JOURNAL_FILE, STATUS_FILE, SUMMARY_FILE, ERROR_FILE, ATTEMPTS_FILE, LOCK_FILE)
@@ -63,6 +63,12 @@ def check_penalties(config: RunConfig) -> None:
         f"{said} samples from another distribution than the policy's, and algorithm={algorithm.name} does not "
         "correct the difference; allowed: no penalty, or algorithm.correction, or algorithm.anchor=mu.",
     )
+
+
+def check_engine_versions(config: RunConfig) -> None:
+    """Refuse versions of vLLM and DeepSpeed that were not tried, if the run uses them: both are entered deeply."""
+    used = ["vllm"] if any(kind.config.engine == "vllm" for kind in replica_kinds(config.generator)) else []
+    check_versions(*used, *(["deepspeed"] if config.learner.backend == "deepspeed" else []))
 
 
 def slow_formats(config: RunConfig) -> list[str]:

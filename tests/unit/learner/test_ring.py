@@ -178,7 +178,7 @@ def by_hand(q: Any, k: Any, v: Any, bounds: tuple[Any, ...], causal: bool, scale
 def test_torchs_varlen_kernel_is_asked_for_the_same(
     world: str, takes_groups: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As its documentation says what it computes: the kernel itself runs on GPUs alone. Before torch 2.13 it does not
+    """As its documentation says what it computes: the kernel itself runs on GPUs alone. Before torch 2.12 it does not
     take fewer heads of keys than of queries."""
 
     def forward(q: Any, k: Any, v: Any, *bounds: Any, return_aux: Any, scale: float, window_size: Any) -> Any:
