@@ -153,7 +153,7 @@ def cores_of(config: RunConfig, available: Collection[int]) -> Cores | None:
         return None
     own, count = config.learner, len(available)
     others = sum(p.cpus for p in parts_of(specs(config, config.weights), config.cluster) if p.kind != "learner")
-    apart = not placement_plan(config).sharing
+    apart = not placement_plan(config).sharing and not config.episode.used
     if apart and (split := split_cores(available, own.ranks, own.threads, others)) is not None:
         return Cores(len(split.others))
     return Cores(count, own.ranks * max(1, own.threads))

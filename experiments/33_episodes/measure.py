@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -17,8 +18,11 @@ import tempfile
 from pathlib import Path
 
 import pandas as pd
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrlhf import Environment, Step
+from asyncrlhf.data.data_config import ModelConfig
+from asyncrlhf.models.checkpoint_folder import resolve
 
 HERE = Path(__file__).resolve().parent
 QUIET = ("logging.wandb=disabled", "logging.progress=none", "logging.report=false", "checkpoint.at_end=false")
@@ -61,9 +65,10 @@ def rate(rows: list[dict], skip: int = 20) -> float:
     return (len(rows) - 1 - skip) / (rows[-1]["wall_time"] - rows[skip]["wall_time"])
 
 
-def one_turn(rounds: int, steps: int) -> dict:
+def one_turn(rounds: int, steps: int, settings: list[str]) -> dict:
+    """``settings``: of both sides."""
     ratios = []
-    common = (f"steps={steps}", "eval_every=0", "task.heldout_size=8")
+    common = (f"steps={steps}", "eval_every=0", "task.heldout_size=8", *settings)
     for number in range(rounds):
         kinds = {"plain": (), "episode": ("episode.environment=measure:OneAnswer", "reward.kind=environment")}
         order = sorted(kinds, reverse=number % 2 == 0)
@@ -73,7 +78,18 @@ def one_turn(rounds: int, steps: int) -> dict:
     return {"ratios": ratios, "median": statistics.median(ratios), "spread": [min(ratios), max(ratios)]}
 
 
-def many(episodes: int, rounds: int) -> dict:
+def small_model(folder: str) -> str:
+    """The packaged model with one layer of 16 random channels, whose steps cost little: nothing is learned here."""
+    packaged = Path(resolve(ModelConfig().path))
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "head_dim": 8}
+    config = AutoConfig.from_pretrained(packaged, num_hidden_layers=1, num_key_value_heads=2, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(packaged / file, folder)
+    return folder
+
+
+def many(episodes: int, rounds: int, model: str) -> dict:
     """The controller's delay while ``episodes`` are played at a time. Turns are one token; a tenth of the episodes is a
     batch, due every two seconds. A learner that takes longer for it leaves fewer episodes at a time."""
     steps = 24
@@ -86,7 +102,7 @@ def many(episodes: int, rounds: int) -> dict:
             f"generator.slots={episodes}", "generator.max_completion_length=100", "episode.max_turn_tokens=1",
             "episode.max_turns=20", "episode.environment=measure:SlowTools", "reward.kind=environment",
             "learner.learning_rate=1e-6", "eval_every=0", "task.heldout_size=8", "logging.rollout_tokens=0",
-            f"seed={number}",
+            f"seed={number}", f"model.path={model}",
         )  # fmt: skip
         # After ten batches the episodes that are left to begin no longer replace all that end.
         lags = [1000 * row["loop_lag_p99"] for row in rows[1 : steps - 12]]
@@ -114,12 +130,18 @@ def main() -> None:
     parser.add_argument("runs", nargs="*", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--settings", nargs="*", default=[], help="of both sides of one_turn")
     parser.add_argument("--episodes", type=int, default=2000)
     args = parser.parse_args()
     if args.what == "found":
         result: dict = {str(run): found(run) for run in args.runs}
     else:
-        result = one_turn(args.rounds, args.steps) if args.what == "one_turn" else many(args.episodes, args.rounds)
+        with tempfile.TemporaryDirectory() as folder:
+            ways = {
+                "one_turn": lambda: one_turn(args.rounds, args.steps, args.settings),
+                "many": lambda: many(args.episodes, args.rounds, small_model(folder)),
+            }
+            result = ways[args.what]()
     print(json.dumps(result, indent=1))
 
 

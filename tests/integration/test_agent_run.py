@@ -35,7 +35,13 @@ def assert_played(done: Finished, steps: int, batch: int) -> None:
 
 
 @pytest.mark.parametrize(("steps", "batch"), [(3, 4), pytest.param(20, 2, marks=pytest.mark.more)])
-def test_an_agent_with_openais_client_trains(tmp_path: Path, steps: int, batch: int) -> None:
+def test_an_agent_with_openais_client_trains(
+    tmp_path: Path, steps: int, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def set_aside(*_: object) -> None:
+        raise AssertionError("the learner took cores from the episodes' workers")
+
+    monkeypatch.setattr("asyncrlhf.cluster.ray_runtime.split_cores", set_aside)
     command = f"episode.agent_command={sys.executable} {FOLDER / 'agents.py'} sums"
     done = run(tmp_path, *SMALL, f"steps={steps}", f"batch_size={batch}", command)
     assert_played(done, steps, batch)
