@@ -101,7 +101,7 @@ class RayRuntime(Runtime):
         """After start-up, pin this process and all others that Ray started off the learner's cores. Not on a Ray that
         others started, not if GPUs do the work, and not for parts that take turns with the learner. Not beside workers
         of episodes either, which no CPUs are reserved for: with all but the learner on one of two cores, one-turn
-        episodes made 0.6 times as many steps as without."""
+        episodes made two thirds of the steps."""
         learner = self._specs.learner.learner
         if not self._own_ray or self.plan.sharing or self.plan.total("GPU") or self.episodes:
             return

@@ -161,6 +161,12 @@ def test_what_a_worker_sends_is_its_arrays_alone() -> None:
     assert len(pickle.dumps(arrays)) < 4 * numbers + 8 * places + 600
 
 
+def deaths(run: Path, kind: str) -> list[str]:
+    """The causes of its workers' deaths, as the journal has them."""
+    events = map(json.loads, (run / "journal.jsonl").read_text().splitlines())
+    return [e["reason"] for e in events if e["event"] == "died" and e["replica"].startswith(f"{kind}-")]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.more_but(every=3)
 def test_a_rollout_that_fails_or_kills_its_worker_is_one_failure_and_its_neighbours_are_none(
@@ -176,6 +182,7 @@ def test_a_rollout_that_fails_or_kills_its_worker_is_one_failure_and_its_neighbo
     assert len(killers) >= 2 and len(others) >= 3 and set(others.rollout_id % 20) == {3}
     assert killers.drop_reason.str.contains(f"{kind} worker died 2 times with it").all()
     assert others.drop_reason.str.contains("nothing today").all()
+    assert len(deaths(tmp_path, kind)) >= 2 * len(killers)
 
 
 def test_when_all_fail_the_run_ends_with_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,6 +207,8 @@ def test_a_lost_worker_leaves_its_work_to_the_others_and_the_last_one_ends_the_r
     with pytest.raises(ReplicaError, match=f"No {kind} worker is left: it died: struck"):
         loop.run(tmp_path / "one", *SERVED, "steps=4")
     assert json.loads((tmp_path / "one" / "summary.json").read_text())["ledger"]["adds_up"]
+    for run in ("one", "two"):
+        assert deaths(tmp_path / run, kind) == [str(lost)]
 
 
 def test_resume_has_start_model_and_resumed_critic_and_goes_on_bit_for_bit(tmp_path: Path) -> None:

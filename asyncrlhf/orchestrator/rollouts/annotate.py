@@ -94,8 +94,8 @@ class Annotator:
                 self._lose(worker, batch, error)
                 return
             except ReplicaError as error:
-                self._ahead.lost(worker)
-                self._suspect(worker, batch, error)
+                self._died(worker, error)
+                self._suspect(batch, error)
                 continue
             finally:
                 del self.in_hand[worker.name]
@@ -176,7 +176,7 @@ class Annotator:
             self._lose(worker, [], error)
             return False
         except ReplicaError as error:
-            self._ahead.lost(worker)
+            self._died(worker, error)
             self._state.message(f"{error} Its read-ahead is lost.")
         return True
 
@@ -194,17 +194,19 @@ class Annotator:
     def _lose(self, worker: AnnotatorHandle, batch: Sequence[RolloutInfo], error: ReplicaError) -> None:
         """Remove a lost worker and continue with the others; raises ReplicaError if none is left."""
         self.workers.remove(worker)
-        self._ahead.lost(worker)
+        self._died(worker, error)
         if not self.workers:
-            self._state.journal.note("died", replica=worker.name, reason=str(error))
             raise ReplicaError(f"No {self.title} is left: {error}")
-        self._suspect(worker, batch, error)
+        self._suspect(batch, error)
 
-    def _suspect(self, worker: AnnotatorHandle, batch: Sequence[RolloutInfo], error: ReplicaError) -> None:
+    def _died(self, worker: AnnotatorHandle, error: ReplicaError) -> None:
+        self._ahead.lost(worker)
+        self._state.journal.note("died", replica=worker.name, reason=str(error))
+
+    def _suspect(self, batch: Sequence[RolloutInfo], error: ReplicaError) -> None:
         """The worker died in a call with these rollouts: queue each for a call of its own, or fail it if it has had
         one."""
         again = f" Its {len(batch)} rollouts are scored again, one by one." if batch else ""
-        self._state.journal.note("died", replica=worker.name, reason=str(error))
         self._state.message(f"{error}{again}")
         for info in batch:
             rollout_id = info.rollout_id
