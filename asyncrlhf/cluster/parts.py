@@ -137,8 +137,16 @@ def critic_spec(config: RunConfig, weights: WeightsConfig) -> CriticSpec | None:
     """The spec of critic workers; None if the learner computes values itself, or the algorithm has no critic."""
     if not config.critic_served:
         return None
-    precision, seconds = config.learner.mixed_precision, answer_seconds(config)
-    return CriticSpec(config.critic, config.model, precision, config.runtime, weights, seconds, config.max_restarts)
+    return CriticSpec(
+        config.critic,
+        config.model,
+        config.learner.mixed_precision,
+        config.runtime,
+        weights,
+        answer_seconds(config),
+        config.max_restarts,
+        config.learner.deterministic,
+    )
 
 
 def reference_spec(config: RunConfig) -> ReferenceSpec | None:
@@ -154,6 +162,7 @@ def reference_spec(config: RunConfig) -> ReferenceSpec | None:
         config.fusion.cache_tokens if config.reference_reads_ahead else 0,
         answer_seconds(config),
         config.max_restarts,
+        config.learner.deterministic,
     )
 
 
