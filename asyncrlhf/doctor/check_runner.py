@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,25 +122,25 @@ class Runner:
         with closing(Scratch("asyncrlhf-gpu-")) as shared:
             for check in checks:
                 started = self.clock()
-                state, answer = self._outcome(check, shared.path)
+                written = {result.name for result in results if result.state == "passed"}
+                state, answer = self._outcome(check, shared.path, written)
                 results.append(Result(check.name, check.proves, state, self.clock() - started, **answer))
                 self.keep(results)
                 self.tell(f"[{len(results)}/{len(checks)}] {line(results[-1])}")
         return results
 
-    def _outcome(self, check: Check, folder: Path) -> tuple[State, Mapping[str, Any]]:
-        """The state, and fields of the result."""
+    def _outcome(self, check: Check, folder: Path, passed: Set[str]) -> tuple[State, Mapping[str, Any]]:
+        """The state, and fields of the result. ``passed``: names of earlier checks."""
         left = self.ends - GRACE_SECONDS - self.clock()
-        model = folder / f"model-{check.model}"
         why = self.left_out(check)
-        if not why and check.model and not model.is_dir():
+        if not why and check.model and f"model {check.model}" not in passed:
             why = f"needs the checkpoint of the check model {check.model}, which did not pass."
         if not why and left < LEAST_SECONDS:
             why = "no time left."
         if why:
             return "not run", {"sentence": why}
         try:
-            return "passed", self._measured(check, folder, model, min(check.limit, left))
+            return "passed", self._measured(check, folder, min(check.limit, left))
         except TooSlowError as error:
             if left < check.limit:
                 return "not run", {"sentence": f"no time left: {error}"}
@@ -148,13 +148,14 @@ class Runner:
         except (RuntimeError, ConfigError, OSError, ValueError) as error:
             return "failed", {"sentence": str(error)}
 
-    def _measured(self, check: Check, folder: Path, model: Path, limit: float) -> Mapping[str, Any]:
+    def _measured(self, check: Check, folder: Path, limit: float) -> Mapping[str, Any]:
         if check.words:
             words = [word.replace("{folder}", str(folder)) for word in check.words]
-            figures = json.loads(self.call([sys.executable, "-m", "asyncrlhf.doctor.gpu_parts", *words], limit))
+            said = self.call([sys.executable, "-m", "asyncrlhf.doctor.gpu_parts", *words], limit)
+            figures = json.loads("".join(said.splitlines()[-1:]))  # libraries may print before
             return {"kernels": figures.pop("kernels", {}), "figures": figures}
         run_dir = folder / check.name
-        own = (f"model.path={model}", f"run_dir={run_dir}")
+        own = (f"model.path={folder}/model-{check.model}", f"run_dir={run_dir}")
         self.call([sys.executable, "-m", "asyncrlhf", "train", *self.common, *own, *check.overrides], limit)
         return {"figures": figures_of(run_dir)}
 

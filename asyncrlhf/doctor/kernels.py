@@ -46,11 +46,11 @@ def table(action: Callable[[], object], device: str) -> dict[str, Any]:
     total = sum(spent.values())
     if not total:
         return {}
-    kinds: Counter[str] = Counter(dict.fromkeys((*KINDS, "other"), 0.0))
+    kinds = dict.fromkeys((*KINDS, "other"), 0.0)
     for name, time in spent.items():
         kinds[kind_of(name)] += time / total
     longest = [
         {"name": name[:NAME_LENGTH], "kind": kind_of(name), "share": time / total}
         for name, time in spent.most_common(LONGEST)
     ]
-    return {"seconds": total / 1e6, "kinds": dict(kinds), "longest": longest}
+    return {"seconds": total / 1e6, "kinds": kinds, "longest": longest}

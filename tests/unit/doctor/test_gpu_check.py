@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from asyncrlhf.cli.main import main
 from asyncrlhf.config.compose import load_config
@@ -110,7 +112,7 @@ def test_one_card_without_vllm_and_what_is_quick() -> None:
     assert left_out(of("flatten"), 1, "not installed", False) == "needs vLLM: not installed."
     assert left_out(of("sync"), 1, "not installed", True) == "needs 2 GPUs; this machine has 1."
     assert left_out(of("step 1.5b"), 1, "", True) == "left out by --quick."
-    assert all(check.limit <= 40 or check.overrides and check.vllm for check in CHECKS)
+    assert all(check.limit <= 40 or (check.overrides and check.vllm) for check in CHECKS)
     written = {check.words[1]: number for number, check in enumerate(CHECKS) if check.name.startswith("model ")}
     assert all(written[check.model] < number for number, check in enumerate(CHECKS) if check.model)
 
@@ -139,11 +141,9 @@ def test_the_whole_command_on_a_card_whose_checks_are_answered(
     def answered(command: Sequence[str], limit: float) -> str:
         commands.append(command)
         assert limit <= 40
-        if "model" in command:
-            Path(command[5]).mkdir()
         if "sleep" in command:
             raise RuntimeError("ended with exit code 1: no such kernel")
-        return json.dumps({"seconds": 1.0})
+        return "a library's word\n" + json.dumps({"seconds": 1.0})
 
     monkeypatch.setattr(gpu_check, "Runner", partial(Runner, call=answered))
     monkeypatch.setattr("asyncrlhf.doctor.check_runner.figures_of", lambda folder: {"tokens_per_second": 1.0})
@@ -199,8 +199,6 @@ def test_kernels_are_classified_by_their_names(name: str, kind: str) -> None:
 
 def test_a_step_of_the_smallest_model_is_measured_and_its_time_divided() -> None:
     """With the functions of the GPU's checks, on this CPU."""
-    import torch
-
     found = gpu_parts.step("0.7m", "cpu", 512, 8)
     assert found["flops"] == pytest.approx(gpu_parts.step_flops("0.7m", [64] * 8) / found["seconds"])
     assert found["matmul_share"] == pytest.approx(found["flops"] / found["matmul_flops"])
@@ -210,8 +208,16 @@ def test_a_step_of_the_smallest_model_is_measured_and_its_time_divided() -> None
     assert len(shares) == 10 and shares == sorted(shares, reverse=True)
     assert "aten::mm" in {row["name"] for row in seen["longest"]}
     left = torch.randn(400, 400)
-    alone = kernels.table(lambda: [left @ left for _ in range(20)], "cpu")
+
+    def named_matmuls() -> None:
+        with torch.profiler.record_function("a region with a name"):
+            for _ in range(20):
+                left @ left
+            time.sleep(0.2)
+
+    alone = kernels.table(named_matmuls, "cpu")
     assert alone["kinds"]["matmul"] > 0.8 and alone["longest"][0]["name"] == "aten::mm"
+    assert "a region with a name" not in {row["name"] for row in alone["longest"]}
 
 
 def test_the_hf_engine_is_measured_awake_and_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,19 +251,20 @@ def test_the_checks_of_one_card_are_measured() -> None:
     words = ("model", "2m", "{folder}/model-2m", "cpu")
     found = named(
         Check("model 2m", "", 1, words=words, limit=240.0),
-        *(on_cpu(of(name), model="2m") for name in ("hf sync", "hf async")),
+        *(on_cpu(of(name), model="2m") for name in ("hf sync", "hf async", "hf flatten")),
         Check("nonsense", "", 1, "2m", ("async.mode=nonsense",)),
         Check("unwritten", "", 1, "20m", ("async=sync",)),
     )
     assert {name: result.state for name, result in found.items()} == {
-        "model 2m": "passed", "hf sync": "passed", "hf async": "passed", "nonsense": "failed", "unwritten": "not run",
+        "model 2m": "passed", "hf sync": "passed", "hf async": "passed", "hf flatten": "passed", "nonsense": "failed",
+        "unwritten": "not run",
     }, found  # fmt: skip
     assert "async.mode" in found["nonsense"].sentence and "exit code 2" in found["nonsense"].sentence
     assert "model 20m, which did not pass" in found["unwritten"].sentence
     assert found["hf async"].figures["tokens_per_second"] > 0
     said = conclusions(list(found.values()))
     assert any("times as many tokens" in sentence for sentence in said)
-    assert said[-1] == "3 passed, 1 failed, 1 not run."
+    assert said[-1] == "4 passed, 1 failed, 1 not run."
 
 
 def test_every_check_is_in_the_page() -> None:
