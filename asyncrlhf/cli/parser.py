@@ -1,4 +1,4 @@
-"""The options of `profile`, `plan`, `simulate`, `report` and `doctor --gpu`: an error is one sentence, no usage text."""
+"""The options of `profile`, `plan`, `simulate`, `report` and `doctor --gpu`: an error is one sentence, no usage."""
 
 from __future__ import annotations
 

@@ -113,6 +113,7 @@ def test_a_runner_killed_in_the_second_leaves_the_first_in_the_file_and_on_the_t
     out = tmp_path / "figures.json"
     (temporary := tmp_path / "temporary").mkdir()
     command, env = [sys.executable, "-c", KILLED, str(out), moment], {**os.environ, "TMPDIR": str(temporary)}
+    env.pop("PYTHONUNBUFFERED", None)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == -signal.SIGKILL, done.stderr
     kept = json.loads(out.read_text())

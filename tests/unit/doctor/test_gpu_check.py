@@ -72,7 +72,7 @@ def test_without_a_gpu_it_is_one_sentence(
         (["--quick"], "required: --gpu"),
         (["--out=figures.json"], "required: --gpu"),
     ],
-    ids=" ".join,
+    ids=lambda given: " ".join(given) if isinstance(given, list) else "",
 )
 def test_bad_input_is_one_sentence_before_any_check(
     words: list[str], says: str, one_card: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
