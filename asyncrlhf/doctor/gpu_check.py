@@ -27,6 +27,7 @@ RUN = (
     f"steps={STEPS}", "batch_size=64", "num_generations=8", "generator.slots=64", "generator.gpus=1", "learner.gpus=1",
     "learner.mixed_precision=bfloat16", "model.dtype=bfloat16", "learner.token_budget=16384", "logging=quiet",
     "reward.kind=python", "reward.target=asyncrlhf.bench.measure:coin", "task.heldout_size=8", "eval_every=0",
+    "generator.ignore_eos=true",  # random weights end a response after some 16 tokens
     "weights.audit_every=3",
 )  # fmt: skip
 HF = ("generator.engine=hf", "generator.max_completion_length=64")
