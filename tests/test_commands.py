@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 
 from asyncrlhf.bench.run import BENCHMARKS
+from asyncrlhf.cli.doctor import gpu_options
 from asyncrlhf.cli.main import COMMANDS, main
 from asyncrlhf.cli.plan import plan_parser
 from asyncrlhf.cli.settings_help import settings_help
 from asyncrlhf.config.compose import check_words, compose_config, load_config, split_config_dir, sweep_jobs
 from asyncrlhf.config.conversion import from_hydra
-from asyncrlhf.doctor.gpu_check import output_file
 from asyncrlhf.sweeps.plan import plan_sweep
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -122,7 +122,7 @@ def resolve(words: Sequence[str]) -> None:
     elif verb == "bench":
         assert rest[0] in BENCHMARKS
     elif "--gpu" in rest:
-        output_file(rest)
+        gpu_options(rest)
     elif verb in ("simulate", "profile"):
         load_config([word for word in rest[2:] if "=" in word])
     elif verb == "plan":

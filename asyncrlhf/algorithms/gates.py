@@ -1,7 +1,8 @@
 """Gates: which tokens stay in the policy loss, depending on how far the policy is from the sampler.
 
 Every gate returns keep [T] bool for ``policy_loss(gate=...)``; its value outside the mask has no effect. ``log_ratio``
-[T] is log(pi / mu) per token. ``m2_gate`` and ``sat_gate`` rank tokens: give them all tokens of an update at once.
+[T] is log(pi / mu) per token. ``m2_gate`` and ``sat_gate`` rank tokens: give them all tokens of an optimizer update at
+once.
 """
 
 from __future__ import annotations
@@ -28,10 +29,9 @@ def m2_gate(log_ratio: Tensor, advantages: Tensor, loss_mask: Tensor, *, thresho
     """
     where = harmful(log_ratio, advantages, loss_mask).nonzero().squeeze(-1)
     squares, order = log_ratio.detach()[where].double().square().sort()
-    allowed = threshold * torch.arange(1, len(squares) + 1)
-    sums = torch.from_numpy(squares.cpu().numpy().cumsum())  # on a GPU the order of the additions would vary
+    allowed = threshold * torch.arange(1, len(squares) + 1, device=squares.device)
     # The mean of the smallest k never falls as k grows, so that the tokens to drop are a tail.
-    return torch.ones_like(loss_mask).index_put((where[order],), (sums <= allowed).to(where.device))
+    return torch.ones_like(loss_mask).index_put((where[order],), squares.cumsum(0) <= allowed)
 
 
 def sat_gate(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,16 +24,21 @@ class KeptSets(NamedTuple):
 
     ids: Tensor  # [K] position by position
     starts: Tensor  # [T+1] int64 on the CPU: ids[starts[t]:starts[t+1]] are those of position t
+    counts: Tensor  # [T] their numbers, where the ids are
 
     @classmethod
     def of_counts(cls, ids: Tensor, counts: Tensor) -> KeptSets:
         """``ids`` [K] on any device; ``counts`` [T] on the CPU: how many of them belong to each position."""
-        return cls(ids, torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0, dtype=torch.int64))))
+        starts = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0, dtype=torch.int64)))
+        there = counts.long()
+        if ids.is_cuda:
+            there = there.pin_memory().to(ids.device, non_blocking=True)
+        return cls(ids, starts, there)
 
     def rows(self, first: int, last: int) -> KeptSets:
         """The sets of positions ``first`` to ``last`` (exclusive)."""
         starts = self.starts[first : last + 1]
-        return KeptSets(self.ids[int(starts[0]) : int(starts[-1])], starts - starts[0])
+        return KeptSets(self.ids[int(starts[0]) : int(starts[-1])], starts - starts[0], self.counts[first:last])
 
     def at(self, positions: Tensor) -> KeptSets:
         """The sets of ``positions`` [n], in that order."""
@@ -43,10 +50,9 @@ class KeptSets(NamedTuple):
 
     def outside(self, vocabulary: int) -> Tensor:
         """True for each token that was not allowed: [T, V] bool."""
-        device, counts = self.ids.device, self.starts.diff()
-        outside = (counts > 0).to(device)[:, None].repeat(1, vocabulary)
-        rows = torch.arange(len(counts)).repeat_interleave(counts).to(device)
-        outside[rows, self.ids.long()] = False
+        outside = (self.counts > 0)[:, None].repeat(1, vocabulary)
+        places = torch.arange(len(self.counts), device=self.ids.device)
+        outside[places.repeat_interleave(self.counts, output_size=len(self.ids)), self.ids.long()] = False
         return outside
 
 
@@ -58,6 +64,8 @@ def token_logprobs(
     chunk_tokens: int = 0,
     kept: KeptSets | None = None,
     vocabulary: int | None = None,
+    known: list[Tensor] | None = None,
+    compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of each distribution: ([T], [T]), float32 (float64 for float64 logits).
 
@@ -68,6 +76,9 @@ def token_logprobs(
         chunk_tokens: rows worked on at once; 0 chooses by V. It changes memory, not results.
         kept: the sets of T positions on which the distributions are renormalised; None: the whole vocabulary.
         vocabulary: ids from this one on have no probability and get no gradient; None: all V ids have some.
+        known: a list that the first call fills; another call with it has the same logits (gradient checkpointing makes
+            it) and does not compute the results again.
+        compiled: the work on each chunk is compiled by torch.compile, which reads the logits once or twice.
 
     Both results are differentiable. The backward pass recomputes the softmax chunk by chunk, so that between the two
     passes only the logits and [T] numbers are held.
@@ -75,7 +86,8 @@ def token_logprobs(
     if temperature <= 0:
         raise ValueError(f"temperature={temperature} cannot divide logits; allowed: > 0.")
     apply, parts = cast(Any, _TokenLogprobs.apply), _parts(logits, chunk_tokens)
-    return cast(tuple[Tensor, Tensor], apply(logits, targets, temperature, parts, kept, vocabulary))
+    how = _How(temperature, parts, kept, vocabulary, compiled)
+    return cast(tuple[Tensor, Tensor], apply(logits, targets, how, known))
 
 
 @torch.no_grad()
@@ -90,7 +102,7 @@ def collision_probability(
         raise ValueError(f"temperature={temperature} cannot divide logits; allowed: > 0.")
     found = _numbers(logits)
     for part in _parts(logits, chunk_tokens):
-        found[part] = _scaled(logits, part, temperature, kept).softmax(-1).square_().sum(-1)
+        found[part] = _scaled(logits[part], temperature, _outside(kept, part, logits)).softmax(-1).square_().sum(-1)
     return found
 
 
@@ -102,8 +114,9 @@ def kept_mass(logits: Tensor, kept: KeptSets, *, temperature: float = 1.0, chunk
     """
     found = _numbers(logits)
     for part in _parts(logits, chunk_tokens):
-        whole = _scaled(logits, part, temperature, None).logsumexp(-1)
-        found[part] = _scaled(logits, part, temperature, kept).logsumexp(-1).sub_(whole).exp_()
+        whole = _scaled(logits[part], temperature, None).logsumexp(-1)
+        among = _scaled(logits[part], temperature, _outside(kept, part, logits)).logsumexp(-1)
+        found[part] = among.sub_(whole).exp_()
     return found
 
 
@@ -119,38 +132,94 @@ def _numbers(logits: Tensor) -> Tensor:
     return torch.empty(len(logits), dtype=dtype, device=logits.device)
 
 
-def _scaled(logits: Tensor, part: slice, temperature: float, kept: KeptSets | None) -> Tensor:
-    """A copy of the rows ``part``, divided by the temperature; -inf outside of their sets."""
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    scaled = logits[part].to(dtype) / temperature
-    if kept is None:
-        return scaled
-    return scaled.masked_fill_(kept.rows(part.start, min(part.stop, len(logits))).outside(logits.shape[-1]), -torch.inf)
+def _outside(kept: KeptSets | None, part: slice, logits: Tensor) -> Tensor | None:
+    """True for each token of the rows ``part`` that was not allowed; None if all were."""
+    return None if kept is None else kept.rows(part.start, min(part.stop, len(logits))).outside(logits.shape[-1])
+
+
+def _scaled(logits: Tensor, temperature: float, outside: Tensor | None) -> Tensor:
+    """A copy of the rows, divided by the temperature; -inf outside of their sets."""
+    if logits.dtype in (torch.float32, torch.float64):
+        scaled = logits.clone() if temperature == 1 else logits / temperature
+    else:
+        scaled = logits.float()
+        scaled = scaled if temperature == 1 else scaled.div_(temperature)
+    return scaled if outside is None else scaled.masked_fill_(outside, -torch.inf)
+
+
+def _facts(
+    logits: Tensor, targets: Tensor, temperature: float, outside: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-prob of the target, entropy, logarithm of the sum of exponentials) of each row: [m] each."""
+    scaled = _scaled(logits, temperature, outside)
+    total = scaled.logsumexp(-1)
+    log_p = scaled.sub_(total[:, None])
+    chosen = log_p.gather(-1, targets[:, None]).squeeze(-1)
+    p = log_p.exp()
+    # 0 log 0 = 0
+    return chosen, -p.mul_(log_p.clamp_(min=LOWEST)).sum(-1), total
+
+
+def _gradient(
+    logits: Tensor,
+    targets: Tensor,
+    total: Tensor,
+    entropy: Tensor,
+    grad_logprob: Tensor | None,
+    grad_entropy: Tensor | None,
+    temperature: float,
+    outside: Tensor | None,
+) -> Tensor:
+    """Of the logits: [m, V], in their type."""
+    log_p = _scaled(logits, temperature, outside).sub_(total[:, None])
+    p = log_p.exp()
+    # d log p_target / dz = onehot - p and dH/dz = -p (log p + H): both are p times a factor, plus the onehot.
+    if grad_entropy is not None:
+        # A filtered token (log p = -inf, p = 0) gets zero, not NaN.
+        factor = log_p.clamp_(min=LOWEST).add_(entropy[:, None]).mul_(grad_entropy[:, None])
+        factor = factor if grad_logprob is None else factor.add_(grad_logprob[:, None])
+    else:
+        assert grad_logprob is not None
+        factor = grad_logprob[:, None]
+    grad = p.mul_(factor.neg())
+    if grad_logprob is not None:
+        grad.scatter_add_(-1, targets[:, None], grad_logprob[:, None])
+    return (grad if temperature == 1 else grad.div_(temperature)).to(logits.dtype)
+
+
+@lru_cache(maxsize=2)
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
+
+
+class _How(NamedTuple):
+    """The arguments of ``token_logprobs`` that are no tensors, and the chunks of rows."""
+
+    temperature: float
+    parts: list[slice]
+    kept: KeptSets | None
+    vocabulary: int | None
+    compiled: bool
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        targets: Tensor,
-        temperature: float,
-        parts: list[slice],
-        kept: KeptSets | None,
-        vocabulary: int | None,
+        ctx: Any, logits: Tensor, targets: Tensor, how: _How, known: list[Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        logprobs = _numbers(logits)
-        entropies = torch.empty_like(logprobs)
-        log_totals = torch.empty_like(logprobs)
-        known = logits[:, :vocabulary]
-        for part in parts:
-            scaled = _scaled(known, part, temperature, kept)
-            log_totals[part] = scaled.logsumexp(-1)
-            log_p = scaled.sub_(log_totals[part, None])
-            logprobs[part] = log_p.gather(-1, targets[part, None]).squeeze(-1)
-            entropies[part] = -_expectation(log_p.exp(), log_p)
+        if known:
+            logprobs, entropies, log_totals = (found.clone() for found in known)
+        else:
+            logprobs, entropies, log_totals = (_numbers(logits) for _ in range(3))
+            work = _compiled(_facts) if how.compiled else _facts
+            rows = logits[:, : how.vocabulary]
+            for part in how.parts:
+                found = work(rows[part], targets[part], how.temperature, _outside(how.kept, part, rows))
+                logprobs[part], entropies[part], log_totals[part] = found
+            if known is not None:
+                known += (logprobs.clone(), entropies.clone(), log_totals)
         ctx.save_for_backward(logits, targets, log_totals, entropies)
-        ctx.temperature, ctx.parts, ctx.kept, ctx.vocabulary = temperature, parts, kept, vocabulary
+        ctx.how = how
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
@@ -158,30 +227,16 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, targets, log_totals, entropies = ctx.saved_tensors
+        how: _How = ctx.how
         if grad_logprobs is None and grad_entropies is None:
-            return (None,) * 6
+            return (None,) * 4
         # Not a slice in the caller, whose backward pass would need a second gradient of the size of the logits.
         whole = torch.empty_like(logits)
-        known, grad = logits[:, : ctx.vocabulary], whole[:, : ctx.vocabulary]
+        rows, grad = logits[:, : how.vocabulary], whole[:, : how.vocabulary]
         whole[:, grad.shape[1] :] = 0
-        for part in ctx.parts:
-            log_p = _scaled(known, part, ctx.temperature, ctx.kept).sub_(log_totals[part, None])
-            p = log_p.exp()
-            # d log p_target / dz = onehot - p and dH/dz = -p (log p + H): both are p times a factor, plus the onehot.
-            factor = torch.zeros_like(log_totals[part, None])
-            if grad_entropies is not None:
-                # A filtered token (log p = -inf, p = 0) gets zero, not NaN.
-                slope = log_p.clamp_(min=LOWEST).add_(entropies[part, None])
-                factor = slope.mul_(grad_entropies[part, None])
-            if grad_logprobs is not None:
-                factor = factor.add_(grad_logprobs[part, None])
-            total = p.mul_(factor.neg_())
-            if grad_logprobs is not None:
-                total.scatter_add_(-1, targets[part, None], grad_logprobs[part, None])
-            grad[part] = total.div_(ctx.temperature).to(grad.dtype)
-        return whole, None, None, None, None, None
-
-
-def _expectation(p: Tensor, log_p: Tensor) -> Tensor:
-    """Sum of p log p over the last axis, with 0 log 0 = 0."""
-    return (p * log_p.clamp(min=LOWEST)).sum(-1)
+        work = _compiled(_gradient) if how.compiled else _gradient
+        for part in how.parts:
+            by_logprob, by_entropy = (None if x is None else x[part] for x in (grad_logprobs, grad_entropies))
+            facts = (rows[part], targets[part], log_totals[part], entropies[part])
+            grad[part] = work(*facts, by_logprob, by_entropy, how.temperature, _outside(how.kept, part, rows))
+        return whole, None, None, None

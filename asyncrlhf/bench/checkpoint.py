@@ -33,6 +33,7 @@ SHAPES = {
     "135m": (576, 30, 1536, 9, 3, 49152),  # SmolLM2-135M's
     "20m": (256, 12, 768, 4, 2, 32768),
     "2m": (128, 4, 384, 4, 2, 4096),
+    "0.7m": (128, 4, 256, 4, 4, 19),  # the packaged model's
 }
 CPU = ", CPU"  # of figures in CPU seconds of the learner
 EVERY = 4  # steps between two checkpoints of the whole run

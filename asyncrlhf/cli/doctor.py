@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import netrc
 import os
 import shutil
@@ -16,11 +17,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from asyncrlhf.cli.parser import Parser
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.doctor import model as doctor_model
 from asyncrlhf.doctor import parts as doctor_parts
 from asyncrlhf.doctor.parts import Finding, Level, judge
 from asyncrlhf.doctor.probes import PROBES, installed_version, plugin_installed, probe_cluster, probe_import
+from asyncrlhf.validation import typed_path
 
 if TYPE_CHECKING:
     from asyncrlhf.config.run_config import RunConfig
@@ -33,13 +36,15 @@ HELP = """asyncrlhf doctor [overrides]: checks whether `asyncrlhf train [overrid
   asyncrlhf doctor ray.address=auto generator.gpus=1  a run on a cluster, which it joins to see its free devices
 
   asyncrlhf doctor --all                              also imports the packages that the run does not use
-  asyncrlhf doctor --gpu [--out FILE]                 measures this machine's GPUs in ten minutes of runs (docs/gpu.md)
+  asyncrlhf doctor --gpu [--out FILE]                 measures this machine's GPUs in minutes (docs/gpu.md)
+  asyncrlhf doctor --gpu --quick                      the main checks of them, in at most three minutes
 
 Without --gpu it imports the run's packages in separate processes, and runs a tiny random model of the checkpoint's
 family; it starts nothing else and changes nothing.
 Exit codes: 0 the run should work here, 1 it would fail, 2 the settings or the model are wrong on every machine."""
 COLOURS: Mapping[Level, str] = {"good": "green", "note": "yellow", "fails": "red"}
 Probe = Callable[[str], dict[str, Any]]
+GPU_WORDS = ("--gpu", "--quick", "--out")
 GIB = 2**30
 MEMORY_NEEDED = 3 * GIB  # Ray, one learner, one generator and one reward worker on the tiny model
 DISK_NEEDED = GIB
@@ -53,10 +58,11 @@ def run(arguments: Sequence[str] = ()) -> int:
     if {"-h", "--help"} & set(arguments):
         print(HELP)
         return 0
-    if "--gpu" in arguments:
+    if any(argument.partition("=")[0] in GPU_WORDS for argument in arguments):
+        options = gpu_options(arguments)
         from asyncrlhf.doctor import gpu_check
 
-        return gpu_check.run(arguments)
+        return gpu_check.run(options.out, options.quick)
     overrides = [argument for argument in arguments if argument != "--all"]
     config = load_config(overrides)
     findings = examine(config, everything="--all" in arguments)
@@ -77,6 +83,15 @@ def run(arguments: Sequence[str] = ()) -> int:
     console.print(f"{name} {verdict}.", markup=False)
     refused = any(f.level == "fails" and f.what in (doctor_model.LEARNER, doctor_model.ENGINE) for f in findings)
     return 2 if refused else int(bool(failed))
+
+
+def gpu_options(arguments: Sequence[str]) -> argparse.Namespace:
+    """``out`` and ``quick`` of ``--gpu``. Raises ConfigError for other words, and for these without ``--gpu``."""
+    parser = Parser("doctor", "Measures this machine's GPUs.")
+    parser.add_argument("--gpu", action="store_true", required=True)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", type=typed_path, default=Path("gpu_check.json"))
+    return parser.parse_args(list(arguments))
 
 
 def examine(

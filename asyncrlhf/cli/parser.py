@@ -1,4 +1,4 @@
-"""The options of `profile`, `plan`, `simulate` and `report`: one sentence for an error, in place of a usage text."""
+"""The options of `profile`, `plan`, `simulate`, `report` and `doctor --gpu`: an error is one sentence, no usage."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ USAGE = {
     "plan": "asyncrlhf plan (--from RUN | --profile FILE | --gpus N --device NAME) [--out FOLDER/NAME] [overrides]",
     "simulate": "asyncrlhf simulate (--from RUN | --profile FILE) [--out FOLDER] [overrides]",
     "report": "asyncrlhf report RUN [RUN ...] [--out FOLDER]",
+    "doctor": "asyncrlhf doctor --gpu [--quick] [--out FILE]",
 }
 
 

@@ -30,6 +30,8 @@ class RankSleep:
         """Move everything off the device. No reader of the weights, such as a snapshot, may be under way."""
         if self._able:
             self._backend.updater.begin()
+            for halves in self._backend.halves:
+                halves.drop()
             self._offload.out(self._tensors())
         else:
             free_cache(self._backend.device)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +16,11 @@ from torch import nn
 from asyncrlhf.algorithms.aggregate import normaliser_count
 from asyncrlhf.algorithms.weights import sqrt_ess_factor
 from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
+from asyncrlhf.learner.copies import to_device
 from asyncrlhf.learner.model.forward import use_float32_head
-from asyncrlhf.learner.model.model_pass import checkpoint_layers
+from asyncrlhf.learner.model.halves import Halves, lower
+from asyncrlhf.learner.model.model_pass import checkpoint_layers, compile_layers, trunk_of
+from asyncrlhf.learner.model.pipeline import Stage
 from asyncrlhf.learner.model.sequence import ContextParallel
 from asyncrlhf.learner.model.ulysses import Ulysses
 from asyncrlhf.learner.ranks import all_gather, all_sum, barrier, deal_out, gathered, peers_along
@@ -30,7 +34,7 @@ from asyncrlhf.learner.step.passes import ForwardPasses
 from asyncrlhf.learner.step.plan import Microbatch, ResponseTokens, StepPlan, plan_step
 from asyncrlhf.learner.step.routing_replay import RoutingReplay
 from asyncrlhf.learner.step.targets import fill, fills, needs_policy, sequence_ess_fraction, set_targets
-from asyncrlhf.learner.step.wall import check_branches, check_shards, learner_policy
+from asyncrlhf.learner.step.wall import check_branches, check_shards, learner_policy, unlike_autocast
 from asyncrlhf.learner.updates.deepspeed_updater import DeepSpeedUpdater
 from asyncrlhf.learner.updates.fsdp_updater import FsdpUpdater
 from asyncrlhf.learner.updates.pipeline_updater import PipelineUpdater
@@ -90,6 +94,11 @@ class TorchBackend:
             nn.Module.to(self.model, self.device)
         texts = probe_texts(self.model)  # while it is whole
         self.policy, self.note = learner_policy(self.model, config, algorithm)
+        self.policy.entropy_trains = algorithm.entropy_coef > 0 or bool(algorithm.loss.target)
+        by_autocast = config.mixed_precision == "float16"
+        if config.mixed_precision == "bfloat16" and (unlike := unlike_autocast(self.policy, torch.bfloat16)):
+            by_autocast = True
+            self.note += f" The passes cast float32 weights again and again, by autocast: in bfloat16 {unlike}."
         # Ranks that gather a sharded model's weights in each call of it must call it equally often.
         self._token_budget = 1 if config.sharded and not self.policy.packing else config.token_budget
         self.critic = ValueModel(self.model) if algorithm.needs_critic else None
@@ -97,6 +106,9 @@ class TorchBackend:
         if config.gradient_checkpointing:
             for trunk in (self.model, *(() if self.critic is None else (self.critic.trunk,))):
                 checkpoint_layers(trunk)
+        if config.compile:
+            compile_layers(self.model)
+            self.policy.compiled = True
         self.replay = RoutingReplay(self.model) if config.routing_replay else None
         kind = FsdpUpdater if config.in_rows else UPDATERS[config.backend]
         kind = PipelineUpdater if config.pipeline_parallel_size > 1 else kind
@@ -112,7 +124,12 @@ class TorchBackend:
         self.reference = None
         if reference is not None and algorithm.needs_reference:
             self.reference = self.updater.frozen(frozen_reference(reference, config, self.device, self.policy))
-        self._passes = ForwardPasses(self.updater, self.temperature, config.mixed_precision, self.device)
+        for part in (self.updater.policy, self.reference) if by_autocast else ():
+            if isinstance(part, Stage):
+                part.autocast = torch.bfloat16
+        halved = config.mixed_precision == "bfloat16" and not by_autocast
+        self.halves = self._halved(torch.bfloat16) if halved else []
+        self._passes = ForwardPasses(self.updater, self.temperature, config.mixed_precision, by_autocast, self.device)
         if self.shards is not None:
             check_shards(self._passes, self.updater.policy, texts, self._token_budget)
         self.writer = StateWriter(self.device)  # of checkpoints
@@ -120,6 +137,16 @@ class TorchBackend:
         self._skipped_in_a_row = 0
         self._critic_served = spec.critic_served
         self.observe: Callable[[StepPlan], None] = lambda plan: None  # what the step knew, once its updates are made
+
+    def _halved(self, dtype: torch.dtype) -> list[Halves]:
+        """Let the passes see weights in ``dtype`` where the layout does not cast them itself."""
+        config = self.config
+        seen: list[Any] = [self.ema.model] if self.ema is not None else []
+        if not config.casts_weights:
+            seen += [self.policy.model, *([] if self.critic is None else [self.critic])]
+        if self.reference is not None and not config.in_rows and config.zero_stage < 3:
+            lower(self.reference, dtype)
+        return [Halves(module, getattr(module, "trunk", None) or trunk_of(module), dtype) for module in seen]
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """As :meth:`Updater.parameters`."""
@@ -146,24 +173,28 @@ class TorchBackend:
         self._look_first(plan)
         normalisers = self._normalisers(plan)
         losses: list[torch.Tensor] = []
-        norms: list[float] = []
+        found: list[torch.Tensor] = []  # the gradients' norms
         rates: dict[str, float] = {}
         for iteration in range(self.algorithm.num_iterations):
             for index, minibatch in enumerate(plan.minibatches):
-                unmoved = not norms
+                unmoved = not found
                 fresh = unmoved and tokens.proximal_logprobs is not None
-                losses.append(self._accumulate(tokens, minibatch, normalisers[:, index], fresh))
+                losses.append(self._accumulate(plan, minibatch, normalisers[:, index], fresh))
                 if unmoved:
-                    rates = self._set_rate(tokens)
-                norms.append(self.updater.apply())
+                    rates = self._set_rate(plan)
+                found.append(self.updater.apply())
+                for halves in self.halves:
+                    halves.drop()
             if iteration == 0 and tokens.proximal_logprobs is None:
                 tokens.proximal_logprobs = tokens.policy_logprobs.clone()
         if self.ema is not None:
             now = gathered(self.shards) if self.shards else self.parameters().items()
             follow(self.ema, now, self.algorithm.ema_decay)
         self.policy_version += 1
+        total, measured = plan.fetch(torch.stack(losses), torch.stack(found))
+        norms: list[float] = measured.tolist()
         skipped = sum(not math.isfinite(norm) for norm in norms)
-        metrics = self._metrics(plan, losses) | rates
+        metrics = self._metrics(plan, total) | rates
         metrics |= {"grad_norm": norms[-1], "skipped_updates": float(skipped)}
         self.observe(plan)
         self._guard(skipped == len(norms))
@@ -226,7 +257,10 @@ class TorchBackend:
         tokens.ema_logprobs = None if self.ema is None else self._passes.all_logprobs(plan, self.ema)
         tokens.values = self._old_values(plan)
         tokens.final_values = self._final_values(plan)
-        set_targets(tokens, self.algorithm, lambda total: all_sum(total, self._peers))
+        if tokens.values is not None or self.algorithm.kl == "reward":
+            plan.fetch()
+        set_targets(plan.host, self.algorithm, lambda total: all_sum(total, self._peers))
+        plan.send()
 
     def _reference_logprobs(self, plan: StepPlan) -> torch.Tensor | None:
         """[M], by this rank's frozen model or from the batch."""
@@ -252,20 +286,22 @@ class TorchBackend:
 
     def _normalisers(self, plan: StepPlan) -> torch.Tensor:
         """Of each update's policy loss and value loss, over all ranks: [2, minibatches]."""
-        updates = [plan.tokens.part(minibatch) for minibatch in plan.minibatches]
+        updates = [plan.host.part(minibatch) for minibatch in plan.minibatches]
         counts = [
             normaliser_count(how, update.loss_mask, update.sequence_ids, constant_length=self.constant_length)
             for how in (self.algorithm.aggregate, "token")
             for update in updates
         ]
-        return all_sum(torch.stack(counts).view(2, -1), self._peers)
+        return to_device(all_sum(torch.stack(counts).view(2, -1), self._peers), self.device)
 
-    def _set_rate(self, tokens: ResponseTokens) -> dict[str, float]:
+    def _set_rate(self, plan: StepPlan) -> dict[str, float]:
         """The schedule's learning rate, and the rate used: lower if few sequences carry the step (lr=sqrt_ess)."""
         factor = schedule_factor(self.config, self.policy_version, self.steps)
         scheduled = self.updater.set_rate(factor)
         if self.algorithm.lr == "none":
             return {"learning_rate": scheduled, "effective_learning_rate": scheduled}
+        plan.fetch()
+        tokens = plan.host
         proximal = tokens.policy_logprobs if tokens.proximal_logprobs is None else tokens.proximal_logprobs
         fraction = sequence_ess_fraction(tokens, proximal, self._peers)
         used = factor * sqrt_ess_factor(fraction, self.algorithm.lr_ess_base)
@@ -273,14 +309,14 @@ class TorchBackend:
         return {"learning_rate": scheduled, "effective_learning_rate": effective}
 
     def _accumulate(
-        self, tokens: ResponseTokens, minibatch: Sequence[Microbatch], normalisers: torch.Tensor, fresh: bool
+        self, plan: StepPlan, minibatch: Sequence[Microbatch], normalisers: torch.Tensor, fresh: bool
     ) -> torch.Tensor:
         """The gradient of one optimizer update; returns policy and value loss [2] of this rank.
 
         ``fresh``: the present policy's pass over the minibatch is already recorded. Policy and critic run one after the
             other, so that their collectives have the same order on all ranks.
         """
-        algorithm = self.algorithm
+        algorithm, tokens = self.algorithm, plan.tokens
         self.updater.begin()
         total = torch.zeros(2, device=self.device)
         training = [microbatch for microbatch in minibatch if microbatch.trains]
@@ -292,7 +328,7 @@ class TorchBackend:
         if not filled and (fresh or self.ranks > 1 or len(training) != 1):
             if needs_policy(algorithm) and not fresh:
                 self._passes.look(training, tokens)
-            fill(algorithm, tokens, minibatch, self._peers)
+            self._fill(plan, minibatch)
             filled = True
         policy = self.updater.policy
         for microbatch in self.updater.trains(policy, training):
@@ -300,10 +336,10 @@ class TorchBackend:
             if microbatch is None:
                 self.updater.backward(policy, (facts.logprobs.sum() + facts.entropies.sum()) * 0.0)
                 continue
-            part = tokens.part([microbatch])
-            part.keep(facts)
+            tokens.part([microbatch]).keep(facts)
             if not filled:
-                fill(algorithm, tokens, minibatch, self._peers)
+                self._fill(plan, minibatch)
+            part = tokens.part([microbatch])
             part.policy_logprobs, part.entropy = facts.logprobs, facts.entropies
             loss = self._policy_loss(part, normalisers[0])
             self.updater.backward(policy, loss)
@@ -314,6 +350,12 @@ class TorchBackend:
         if self.updater.critic is not None:
             total[1] = self._accumulate_critic(self.updater.critic, tokens, training, normalisers[1])
         return total
+
+    def _fill(self, plan: StepPlan, minibatch: Sequence[Microbatch]) -> None:
+        """Write the targets of one update, from what the passes found."""
+        plan.fetch()
+        fill(self.algorithm, plan.host, minibatch, self._peers)
+        plan.send()
 
     def _policy_loss(self, part: ResponseTokens, normaliser: torch.Tensor) -> torch.Tensor:
         loss, clipped = self._losses(part, normaliser)
@@ -334,9 +376,10 @@ class TorchBackend:
             total += loss.detach()
         return total
 
-    def _metrics(self, plan: StepPlan, losses: list[torch.Tensor]) -> dict[str, float]:
+    def _metrics(self, plan: StepPlan, losses: torch.Tensor) -> dict[str, float]:
+        """``losses`` [updates, 2], of the policy and of the critic."""
         found = step_statistics(plan, self.algorithm)
-        policy, value = all_sum(torch.stack(losses), self._peers).mean(dim=0).tolist()
+        policy, value = all_sum(losses, self._peers).mean(dim=0).tolist()
         metrics = figures(all_gather(found, self._peers)) | {"loss": policy}
         if self.replay is not None:
             metrics["routes_changed"] = self.replay.differing(self.ranks, self.device)

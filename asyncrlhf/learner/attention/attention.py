@@ -19,7 +19,15 @@ from torch.distributed.tensor import DTensor
 
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.attention.tiles import Scoring, tiled_attention
-from asyncrlhf.learner.attention.varlen import flash_calls, masked_calls, varlen_kernel, varlen_takes
+from asyncrlhf.learner.attention.varlen import (
+    efficient_kernel,
+    efficient_takes,
+    flash_calls,
+    masked_calls,
+    varlen_kernel,
+    varlen_takes,
+)
+from asyncrlhf.learner.copies import to_device
 from asyncrlhf.types import IntArray
 
 IMPLEMENTATION = "asyncrlhf_packed"
@@ -80,13 +88,14 @@ class PackedLayout(Layout):
         if elsewhere.any():
             places = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
             first, _, prompt, shared = np.repeat(spans, lengths, axis=0).T
-            key_rows = torch.from_numpy(np.where(places < shared, prompt + places, first + places - shared)).to(device)
+            rows = np.where(places < shared, prompt + places, first + places - shared)
+            key_rows = to_device(torch.from_numpy(rows), device)
 
         def bounds(counts: IntArray) -> torch.Tensor:
-            return torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)).to(device)
+            return to_device(torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)), device)
 
         return cls(
-            position_ids=torch.from_numpy(positions[None]).to(device),
+            position_ids=to_device(torch.from_numpy(positions[None]), device),
             spans=torch.from_numpy(spans.astype(np.int64)),
             bounds=(bounds(own), bounds(lengths)),
             most=(int(own.max()), int(lengths.max())),
@@ -106,8 +115,11 @@ class PackedLayout(Layout):
             return flash_calls(query, key, value, self.spans, scale)
         if self.key_rows is not None:
             key, value = key.index_select(2, self.key_rows), value.index_select(2, self.key_rows)
+        bounds = (*self.bounds, *self.most)
         if query.is_cuda and varlen_takes(query, value):
-            return varlen_kernel(query, key, value, (*self.bounds, *self.most), scale, window)
+            return varlen_kernel(query, key, value, bounds, scale, window)
+        if query.is_cuda and efficient_takes(value):
+            return efficient_kernel(query, key, value, bounds, scale, window)
         own, shared = self.spans[:, 1], self.spans[:, 3]
         return masked_calls(query, key, value, (own.tolist(), (own + shared).tolist()), scale, window)
 

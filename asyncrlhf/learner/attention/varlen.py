@@ -26,6 +26,7 @@ CALL = 512
 ALONE = 128
 # torch's half-precision CPU attention takes 6 times as long as float32's for 40 tokens, twice for 128, less from 256.
 HALF_FROM = 192
+CAUSAL_FROM_THE_END = 2  # torch's number of the mask under which the last query sees the last key
 
 flash_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_op_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -304,8 +305,8 @@ def masked_calls(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """As :func:`varlen_kernel`, by one call of torch's attention per sequence: for sliding windows on CPUs,
-    and on GPUs for what torch's varlen kernel excludes. ``lengths``: queries and keys of each sequence."""
+    """As :func:`varlen_kernel`, by one call of torch's attention per sequence: for sliding windows on CPUs, and for
+    float64 on GPUs. ``lengths``: queries and keys of each sequence."""
     group = query.shape[1] // key.shape[1]
     keys, values = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (key, value))
     queries, every = lengths
@@ -368,3 +369,30 @@ def varlen_kernel(
     k, v, more = grouped_heads(q, k, v)
     out: Any = varlen.varlen_attn(q, k, v, *bounds, scale=scale, window_size=seen, **more)
     return out[None]
+
+
+def efficient_takes(value: torch.Tensor) -> bool:
+    """Whether torch's memory-efficient kernel computes this type."""
+    return value.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def efficient_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: tuple[torch.Tensor, torch.Tensor, int, int],
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """As :func:`varlen_kernel`, by torch's memory-efficient kernel: for float32, which the varlen kernel does not take,
+    and heads of any size. It is what nested tensors call, ``sdpa_nested_preprocessing`` in torch's sources."""
+    group, size = query.shape[1] // key.shape[1], value.shape[-1]
+    if group > 1:
+        key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+    # Rows of whole 16 bytes: zeros at their end change neither products nor the kept part of the result.
+    q, k, v = (F.pad(x.transpose(1, 2).to(value.dtype), (0, -x.shape[-1] % 8)) for x in (query, key, value))
+    found = torch.ops.aten._efficient_attention_forward(
+        q, k, v, None, *bounds, 0.0, CAUSAL_FROM_THE_END, q.requires_grad or k.requires_grad or v.requires_grad,
+        scale=scale, window_size=window,
+    )  # fmt: skip
+    return found[0][..., :size]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -54,6 +55,14 @@ class TokenFacts(NamedTuple):
         return cls(logprobs, entropies, rest[0].detach() if rest else none, mass)
 
 
+@dataclass
+class Known:
+    """What the backward pass need not compute again of a chunk of logits that it does compute again."""
+
+    logprobs: list[torch.Tensor] = field(default_factory=list)  # see ``token_logprobs``
+    others: list[torch.Tensor] = field(default_factory=list)  # collision and kept mass
+
+
 class PackedPolicy(nn.Module):
     """A causal language model that maps ``PackedInputs`` to ``TokenFacts``.
 
@@ -82,15 +91,12 @@ class PackedPolicy(nn.Module):
             use_packed_attention(model)
         silence_dropout(model)
         self.model, self.packing = model, packing
-        self._hidden = self._trunk
         self._plain_head, self._sampled = self._head_is_plain(), sampled_ids(model)
         self.collision = collision
+        self.compiled = False  # also what is computed from the logits
+        self.entropy_trains = True  # False: the gradient does not pass through the entropies
         self.sequence: SequenceParallel | None = None  # with it, each rank passes a part of the same inputs
         self._chunks = chunked
-
-    def compile_trunk(self) -> None:
-        # A function, not a submodule: the trunk's parameters must not be registered a second time.
-        self._hidden = torch.compile(self._trunk, dynamic=True)
 
     def forward(self, inputs: PackedInputs, temperature: float) -> TokenFacts:
         if self.sequence is None:
@@ -110,7 +116,7 @@ class PackedPolicy(nn.Module):
         small = len(inputs.rows) * self._vocabulary <= MAX_LOGITS
         if not self._plain_head and (small or not self._chunks):
             return self._facts(predicting_logits(self.model, inputs), inputs.targets, temperature, inputs.kept)
-        hidden = self._hidden(inputs).index_select(0, inputs.rows)
+        hidden = self._trunk(inputs).index_select(0, inputs.rows)
         return self.of_hidden(hidden, inputs.targets, temperature, inputs.kept)
 
     def of_hidden(
@@ -128,16 +134,26 @@ class PackedPolicy(nn.Module):
         return TokenFacts.unstacked(facts, kept is not None)
 
     def _facts(
-        self, logits: torch.Tensor, targets: torch.Tensor, temperature: float, kept: KeptSets | None
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        kept: KeptSets | None,
+        known: Known | None = None,
     ) -> TokenFacts:
-        ids = self._sampled
-        logprobs, entropies = token_logprobs(logits, targets, temperature=temperature, kept=kept, vocabulary=ids)
-        collision = mass = logprobs.new_empty(0)
-        if self.collision:
-            collision = collision_probability(logits.detach()[:, :ids], temperature=temperature, kept=kept)
-        if kept is not None:
-            mass = kept_mass(logits.detach()[:, :ids], kept, temperature=temperature)
-        return TokenFacts(logprobs, entropies, collision, mass)
+        """``known``: what an earlier call for these logits found, or, from the first on, will have found."""
+        ids, said = self._sampled, Known() if known is None else known
+        options: dict[str, Any] = {"vocabulary": ids, "known": said.logprobs, "compiled": self.compiled}
+        logprobs, entropies = token_logprobs(logits, targets, temperature=temperature, kept=kept, **options)
+        entropies = entropies if self.entropy_trains else entropies.detach()
+        if not said.others:
+            collision = mass = logprobs.new_empty(0)
+            if self.collision:
+                collision = collision_probability(logits.detach()[:, :ids], temperature=temperature, kept=kept)
+            if kept is not None:
+                mass = kept_mass(logits.detach()[:, :ids], kept, temperature=temperature)
+            said.others += (collision, mass)
+        return TokenFacts(logprobs, entropies, *said.others)
 
     def _chunked(
         self,
@@ -147,14 +163,14 @@ class PackedPolicy(nn.Module):
         temperature: float,
         kept: KeptSets | None,
     ) -> TokenFacts:
-        def score(first: int, rows: torch.Tensor, wanted: torch.Tensor) -> TokenFacts:
+        def score(first: int, rows: torch.Tensor, wanted: torch.Tensor, known: Known) -> TokenFacts:
             sets = None if kept is None else kept.rows(first, first + len(rows))
-            return self._facts(head(rows), wanted, temperature, sets)
+            return self._facts(head(rows), wanted, temperature, sets, known)
 
         size = max(1, MAX_LOGITS // self._vocabulary)
         parts = [
             checkpoint(
-                score, start, hidden[start : start + size], targets[start : start + size],
+                score, start, hidden[start : start + size], targets[start : start + size], Known(),
                 use_reentrant=False, preserve_rng_state=False,
             )
             for start in range(0, len(hidden), size)

@@ -11,6 +11,7 @@ import torch
 from asyncrlhf.algorithms.logprobs import KeptSets
 from asyncrlhf.data.branches import Branches
 from asyncrlhf.learner.attention.attention import Layout, PackedLayout
+from asyncrlhf.learner.copies import to_device
 from asyncrlhf.types import IdArray, IntArray, TrainBatch
 
 
@@ -66,17 +67,18 @@ class PackedInputs:
         sources[first] = starts[owner] + prompts[owner] - 1
         allowed = None
         if sets is not None:
-            allowed = KeptSets.of_counts(torch.from_numpy(sets[0]).to(device), torch.from_numpy(sets[1][targets]))
+            ids = to_device(torch.from_numpy(sets[0]), device)
+            allowed = KeptSets.of_counts(ids, torch.from_numpy(sets[1][targets]))
         return cls(
-            token_ids=torch.from_numpy(token_ids[kept])[None].to(device),
-            rows=torch.from_numpy(packed[sources]).to(device),
-            targets=torch.from_numpy(token_ids[targets]).to(device),
+            token_ids=to_device(torch.from_numpy(token_ids[kept])[None], device),
+            rows=to_device(torch.from_numpy(packed[sources]), device),
+            targets=to_device(torch.from_numpy(token_ids[targets]), device),
             layout=PackedLayout.build(
                 lengths - 1,
                 prompts,
                 owners,
                 device,
-                None if routes is None else torch.from_numpy(routes[kept].astype(np.int16)).to(device),
+                None if routes is None else to_device(torch.from_numpy(routes[kept].astype(np.int16)), device),
             ),
             kept=allowed,
         )

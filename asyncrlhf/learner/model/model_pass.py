@@ -12,6 +12,7 @@ from torch import nn
 
 from asyncrlhf.learner.attention.attention import IMPLEMENTATION, PackedLayout
 from asyncrlhf.models.plain_pass import own_pass, takes
+from asyncrlhf.validation import check
 
 if TYPE_CHECKING:
     from asyncrlhf.learner.model.inputs import PackedInputs
@@ -81,6 +82,19 @@ def checkpoint_layers(model: transformers.PreTrainedModel) -> None:
     for module in model.modules():
         # transformers repeats a layer only in training; its parts stay in evaluation.
         module.training = bool(getattr(module, "gradient_checkpointing", False))
+
+
+def compile_layers(model: transformers.PreTrainedModel) -> None:
+    """Compile each decoder layer of ``model`` in place, all of them as one graph for any number of tokens."""
+    names = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    check(
+        layers,
+        f"learner.compile=true: transformers does not say which modules of a {type(model).__name__} are its layers; "
+        "allowed: compile=false.",
+    )
+    for layer in layers:
+        layer.compile(dynamic=True)
 
 
 def _together(model: Any, inputs: PackedInputs, **more: Any) -> Any:

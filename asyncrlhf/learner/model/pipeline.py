@@ -90,13 +90,14 @@ class Stage(nn.Module):
     def __init__(
         self, policy: PackedPolicy, peers: Peers, pipelines: list[list[int]], dtype: torch.dtype | None
     ) -> None:
-        """``policy``: with all layers; its model is cut here. ``pipelines``: the ranks of each. ``dtype``: of autocast,
-        or None."""
+        """``policy``: with all layers; its model is cut here. ``pipelines``: the ranks of each. ``dtype``: of the
+        passes, or None for float32."""
         super().__init__()
         table: Any = policy.model.get_input_embeddings().weight
         self.width = int(table.shape[1])
         self.owners = cut(policy.model, peers.rank, peers.ranks)
         self.policy, self.peers, self._dtype = policy, peers, dtype
+        self.autocast: torch.dtype | None = None  # where the weights do not have this type themselves
         self.first, self.last = peers.rank == 0, peers.rank == peers.ranks - 1
         # One group per direction: NCCL runs a group's operations in order, and one direction must not wait for another.
         self._down, self._up, self._said = (dist.new_subgroups_by_enumeration(pipelines)[0] for _ in range(3))
@@ -114,7 +115,8 @@ class Stage(nn.Module):
         last, policy = self.peers.ranks - 1, self.policy
         if self.last:
             hidden = passed.hidden.index_select(0, inputs.rows)
-            with autocast(hidden.device, self._dtype):
+            hidden = hidden if self._dtype is None else hidden.to(self._dtype)
+            with autocast(hidden.device, self.autocast):
                 facts = policy.of_hidden(hidden, inputs.targets, temperature, inputs.kept)
             for other in range(last):
                 self._send(facts.stacked().detach().float(), other, self._said)
@@ -145,9 +147,9 @@ class Stage(nn.Module):
         if not self.first:
             came = self._receive((1, count, self.width), self.peers.rank - 1, self._down)
             came.requires_grad_(torch.is_grad_enabled())
-            given = {"inputs_embeds": came}
+            given = {"inputs_embeds": came if self._dtype is None else came.to(self._dtype)}
         places, layout = inputs.layout.position_ids, inputs.layout
-        with autocast(inputs.token_ids.device, self._dtype):
+        with autocast(inputs.token_ids.device, self.autocast):
             trunk: Any = self.policy.model.base_model
             found = trunk(position_ids=places, packed_layout=layout, use_cache=False, **given)
         hidden = found.last_hidden_state[0].float()

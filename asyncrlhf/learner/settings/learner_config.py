@@ -154,8 +154,8 @@ class LearnerConfig:
     )
     mixed_precision: str = setting(
         "none",
-        "Format of the passes, by autocast over float32 master weights; auto is bfloat16 on GPUs and on CPUs that have "
-        "instructions for it, else none.",
+        "Format of the passes; the optimizer's weights stay float32. bfloat16 casts them once an update, float16 by "
+        "autocast; auto is bfloat16 on GPUs and on CPUs that have instructions for it, else none.",
         choices=(*PRECISIONS, AUTO),
     )
     float32_head: bool = setting(
@@ -163,7 +163,7 @@ class LearnerConfig:
     )
     gradient_checkpointing: bool = setting(False, "Computes activations again in the backward pass, to save memory.")
     compile: bool = setting(
-        False, "Compiles the policy by torch.compile, under sharding layer by layer; takes minutes at the start."
+        False, "Compiles the policy's decoder layers by torch.compile, all of them as one; the first step waits for it."
     )
     routing_replay: bool = setting(
         False,
@@ -243,9 +243,9 @@ class LearnerConfig:
         return divided and self.pipeline_parallel_size == 1
 
     @property
-    def compiled_whole(self) -> bool:
-        """Whether the policy is compiled as a whole; where its layers are sharded they are compiled one by one."""
-        return self.compile and not self.in_rows
+    def casts_weights(self) -> bool:
+        """Whether the layout has its own copies of the weights in the passes' format: FSDP2's units, ZeRO's engines."""
+        return self.in_rows or self.zero_stage > 0
 
     @property
     def dealt_out(self) -> str:

@@ -18,11 +18,12 @@ from asyncrlhf.data.branches import pass_length
 from asyncrlhf.data.packing import microbatch_indices, pack
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.learner.model.forward import PackedPolicy, use_float32_head
+from asyncrlhf.learner.model.halves import Halves, lower
 from asyncrlhf.learner.model.inputs import PackedInputs
 from asyncrlhf.learner.model.model_pass import autocast, last_hidden, trunk_of
 from asyncrlhf.learner.settings.learner_config import LearnerConfig
-from asyncrlhf.learner.step.passes import AUTOCAST
-from asyncrlhf.learner.step.wall import choose_policy
+from asyncrlhf.learner.step.passes import FORMATS
+from asyncrlhf.learner.step.wall import choose_policy, unlike_autocast
 from asyncrlhf.models.plain_pass import set_attention
 from asyncrlhf.types import FloatArray, Rollout, TrainSample
 
@@ -102,7 +103,7 @@ class RolloutPasses(ABC):
     only the rollouts of one pass.
 
     Args:
-        device: of the model.
+        policy: the frozen model, on its device.
         precision: a ``learner.mixed_precision``.
         token_budget: tokens of one forward pass; a longer sequence gets a separate pass.
     """
@@ -111,9 +112,10 @@ class RolloutPasses(ABC):
     what: str  # what it gives
     setting: str  # that holds ``token_budget``
 
-    def __init__(self, device: torch.device, precision: str, token_budget: int) -> None:
-        self._device = device
-        self._dtype = AUTOCAST.get(precision)
+    def __init__(self, policy: PackedPolicy, precision: str, token_budget: int) -> None:
+        self._device = policy.model.device
+        self._halved = precision == "bfloat16" and not unlike_autocast(policy, torch.bfloat16)
+        self._dtype = None if self._halved else FORMATS.get(precision)  # of autocast
         self._budget = token_budget
 
     @abstractmethod
@@ -179,8 +181,10 @@ class ReferencePolicy(RolloutPasses):
     def __init__(
         self, model: transformers.PreTrainedModel, *, temperature: float, precision: str, token_budget: int
     ) -> None:
-        super().__init__(model.device, precision, token_budget)
         self._policy, _ = choose_policy(model.eval().requires_grad_(False))
+        super().__init__(self._policy, precision, token_budget)
+        if self._halved:
+            lower(model, torch.bfloat16)
         self._temperature = temperature or 1.0
 
     def _flat(self, inputs: PackedInputs) -> torch.Tensor:
@@ -198,9 +202,10 @@ class ServedCritic(RolloutPasses):
     model_name, what, setting = "critic", "values", "critic.token_budget"
 
     def __init__(self, policy: transformers.PreTrainedModel, *, precision: str, token_budget: int) -> None:
-        super().__init__(policy.device, precision, token_budget)
-        choose_policy(policy)
+        super().__init__(choose_policy(policy)[0], precision, token_budget)
         self._critic = ValueModel(policy, keep_policy=False).eval()
+        if self._halved:
+            Halves(self._critic, self._critic.trunk, torch.bfloat16)
         self._trained = {name: p.detach() for name, p in self._critic.named_parameters() if p.requires_grad}
         self._critic.requires_grad_(False)
         self.version: int | None = None

@@ -7,6 +7,7 @@ import torch
 
 from asyncrlhf.data.branches import last_texts
 from asyncrlhf.data.packing import microbatch_indices, select
+from asyncrlhf.learner.copies import to_device
 from asyncrlhf.learner.model.inputs import PackedInputs
 from asyncrlhf.learner.step.plan import Microbatch, StepPlan
 
@@ -21,4 +22,4 @@ def cut_answers(plan: StepPlan, token_budget: int, device: torch.device) -> tupl
     for run in microbatch_indices(lengths, token_budget):
         part = slice(int(run[0]), int(run[-1]) + 1)
         microbatches.append(Microbatch(PackedInputs.after(texts[part], device), part, part, trains=False))
-    return microbatches, torch.from_numpy(chosen).to(device)
+    return microbatches, to_device(torch.from_numpy(chosen), device)

@@ -33,12 +33,12 @@ def figures(parts: Iterable[Found]) -> dict[str, float]:
 
 @torch.inference_mode()
 def step_statistics(plan: StepPlan, config: AlgorithmConfig) -> Found:
-    """The statistics of this rank's tokens and rewards."""
-    tokens = plan.tokens
+    """The statistics of this rank's tokens and rewards, once the host has what the passes found."""
+    tokens = plan.host
     mask, ids, advantages = tokens.loss_mask, tokens.sequence_ids, tokens.advantages
     policy, behavior, proximal = tokens.policy_logprobs, tokens.behavior_logprobs, tokens.proximal_logprobs
     assert proximal is not None
-    rewards = torch.from_numpy(plan.batch.rewards).to(mask.device)  # as they came, without a penalty
+    rewards = torch.from_numpy(plan.batch.rewards)  # as they came, without a penalty
     drift = proximal - behavior
     everywhere = torch.ones_like(mask)
     found: Found = {
@@ -85,8 +85,8 @@ def _of_sequences(plan: StepPlan) -> Found:
     rewards = torch.from_numpy(batch.rewards)
     spread = Spread.over(rewards, torch.ones(len(rewards), dtype=torch.bool))
     _, first = np.unique(batch.group_ids, return_index=True)
-    if plan.tokens.critic_lag is not None:
-        counts["critic_lag_mean"] = Mean(float(plan.tokens.critic_lag.sum()), count)
+    if plan.host.critic_lag is not None:
+        counts["critic_lag_mean"] = Mean(float(plan.host.critic_lag.sum()), count)
     return counts | {
         "reward_mean": spread.mean,
         "reward_std": spread,

@@ -1,4 +1,4 @@
-"""Forward passes over planned microbatches: autocast, records, and dummy passes if all ranks must take part."""
+"""Forward passes over planned microbatches: records, and dummy passes if all ranks must take part."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from asyncrlhf.learner.step.cut_answers import cut_answers
 from asyncrlhf.learner.step.plan import Microbatch, ResponseTokens, StepPlan
 from asyncrlhf.types import FloatArray
 
-AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+FORMATS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class ForwardPasses:
-    """``updater``: an ``Updater``, which imports this room. ``precision``: a ``learner.mixed_precision``. Policies come
-    from ``updater`` or are modules with the same interface."""
+    """``updater``: an ``Updater``, which imports this room. ``precision``: a ``learner.mixed_precision``, by
+    autocast or because the weights have it. Policies come from ``updater`` or are modules with the same interface."""
 
-    def __init__(self, updater: Any, temperature: float, precision: str, device: torch.device) -> None:
+    def __init__(
+        self, updater: Any, temperature: float, precision: str, by_autocast: bool, device: torch.device
+    ) -> None:
         self._updater, self._temperature, self._device = updater, temperature, device
-        self._dtype = AUTOCAST.get(precision)
-        self.dtype = self._dtype or torch.float32  # of the passes
+        self._dtype = FORMATS.get(precision) if by_autocast else None
+        self.dtype = FORMATS.get(precision, torch.float32)  # of the passes
         self._dummy = PackedInputs.dummy(device)
 
     def facts(self, policy: Any, microbatch: Microbatch | None) -> TokenFacts:

@@ -13,6 +13,7 @@ from asyncrlhf.algorithms.heads import pair
 from asyncrlhf.algorithms.masked import group_reduce
 from asyncrlhf.data.branches import pass_lengths
 from asyncrlhf.data.packing import microbatch_indices, minibatch_indices, select, sequence_lengths
+from asyncrlhf.learner.copies import to_device, to_host
 from asyncrlhf.learner.model.forward import TokenFacts
 from asyncrlhf.learner.model.inputs import PackedInputs
 from asyncrlhf.learner.settings.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
@@ -31,6 +32,9 @@ class Microbatch:
 
 
 ON_RECORD = ("policy_logprobs", "entropy", "collision", "kept_mass", "clipped")
+# What a step's passes find on the device, and what is computed from it on the host.
+FOUND = (*ON_RECORD, "proximal_logprobs", "ref_logprobs", "ema_logprobs", "values", "final_values")
+TARGETS = ("rewards", "advantages", "returns", "gate", "head_losses")
 PER_SEQUENCE = frozenset(("rewards", "weights", "group_ids", "truncated", "critic_lag", "final_values", "head_losses"))
 
 
@@ -83,6 +87,13 @@ class ResponseTokens:
         }
         return ResponseTokens(**views | {"sequence_ids": self.sequence_ids[span] - sequences.start})
 
+    def on(self, device: torch.device) -> ResponseTokens:
+        """The same facts on ``device``; itself on a CPU."""
+        if device.type == "cpu":
+            return self
+        there = {name: to_device(value, device) for name, value in vars(self).items() if value is not None}
+        return replace(self, **there)
+
     def keep(self, facts: TokenFacts) -> None:
         """Record a pass's facts about these tokens, without gradient."""
         self.policy_logprobs.copy_(facts.logprobs.detach())
@@ -95,11 +106,34 @@ class ResponseTokens:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """This rank's batch, reordered so that every minibatch and microbatch is a run of sequences."""
+    """This rank's batch, reordered so that every minibatch and microbatch is a run of sequences.
+
+    Targets and metrics are computed on the host: a GPU would stop for each of a hundred small numbers. ``host`` is
+    ``tokens`` itself on a CPU. Beside a GPU it holds what came with the batch, the targets, and what was fetched of
+    what the passes found (``FOUND``).
+    """
 
     batch: TrainBatch
     tokens: ResponseTokens
     minibatches: tuple[tuple[Microbatch, ...], ...]  # one entry a minibatch, some may be empty
+    host: ResponseTokens
+
+    def fetch(self, *more: torch.Tensor) -> list[torch.Tensor]:
+        """Bring what the passes found up to now to the host, with ``more``, which is returned: one wait for the
+        device."""
+        if self.host is self.tokens:
+            return list(more)
+        there = {name: value for name in FOUND if (value := getattr(self.tokens, name)) is not None}
+        parts = to_host([*there.values(), *more])
+        for name, value in zip(there, parts, strict=False):
+            setattr(self.host, name, value)
+        return parts[len(there) :]
+
+    def send(self) -> None:
+        """Copy the targets to the device."""
+        for name in TARGETS if self.host is not self.tokens else ():
+            value = getattr(self.host, name)
+            setattr(self.tokens, name, None if value is None else to_device(value, self.tokens.loss_mask.device))
 
     @property
     def microbatches(self) -> list[Microbatch]:
@@ -136,8 +170,8 @@ def plan_step(
         span = slice(int(ends[first]), int(ends[last]))
         minibatches[index].append(Microbatch(inputs, span, slice(first, last), trains))
         first = last
-    tokens = _response_tokens(ordered, ends, device, version)
-    return StepPlan(ordered, tokens, tuple(tuple(part) for part in minibatches))
+    host = _response_tokens(ordered, ends, version)
+    return StepPlan(ordered, host.on(device), tuple(tuple(part) for part in minibatches), host)
 
 
 def zero_gradient_sequences(batch: TrainBatch, config: AlgorithmConfig) -> np.ndarray:
@@ -178,11 +212,11 @@ def _siblings_together(group_ids: IntArray, lengths: IntArray) -> IntArray:
     return np.lexsort((-lengths, group_ids, -longest[group_of]))
 
 
-def _response_tokens(batch: TrainBatch, ends: IntArray, device: torch.device, version: int) -> ResponseTokens:
+def _response_tokens(batch: TrainBatch, ends: IntArray, version: int) -> ResponseTokens:
     where = batch.response_mask
 
     def tensor(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+        return torch.from_numpy(np.ascontiguousarray(array))
 
     broken = invalid_behavior(batch)
     return ResponseTokens(
@@ -194,7 +228,7 @@ def _response_tokens(batch: TrainBatch, ends: IntArray, device: torch.device, ve
         group_ids=tensor(batch.group_ids),
         truncated=tensor(batch.truncated),
         behavior_logprobs=tensor(np.where(broken, np.float32(0), batch.behavior_logprobs[where])),
-        **{name: torch.zeros(len(broken), device=device) for name in ("advantages", *ON_RECORD)},
+        **{name: torch.zeros(len(broken)) for name in ("advantages", *ON_RECORD)},
         ref_logprobs=None if batch.ref_logprobs is None else tensor(batch.ref_logprobs[where]),
         values=None if batch.values is None else tensor(batch.values[where]),
         critic_lag=None if batch.critic_versions is None else tensor(version - batch.critic_versions),

@@ -193,7 +193,7 @@ def _gate(config: AlgorithmConfig, part: ResponseTokens, peers: Peers) -> torch.
     """This rank's part of the gate over the update's tokens of all ranks: [m] bool."""
     mask = part.loss_mask
     log_ratio = masked_values(part.policy_logprobs - part.behavior_logprobs, mask)
-    mine = tuple(x.cpu() for x in (log_ratio, part.advantages, mask))
+    mine = (log_ratio, part.advantages, mask)
     shares = all_gather(mine, peers)
     ratios, gains, masks = (torch.cat(pieces) for pieces in zip(*shares, strict=True))
     if config.gate == "m2":

@@ -22,7 +22,7 @@ def token_facts(plan: StepPlan, config: AlgorithmConfig, rollout_ids: Collection
     ``policy_logprobs`` are those of the step's last pass. ``importance_weight`` is pi_prox / mu, not cut;
     ``behavior_weight`` what the loss multiplied the token by (None where ``algorithm.correction`` is none).
     """
-    batch, tokens = plan.batch, plan.tokens
+    batch, tokens = plan.batch, plan.host
     chosen = np.flatnonzero(np.isin(batch.rollout_ids, list(rollout_ids)))
     if not len(chosen):
         return []
@@ -38,12 +38,11 @@ def token_facts(plan: StepPlan, config: AlgorithmConfig, rollout_ids: Collection
         "loss_mask": tokens.loss_mask,
     }
     given = {name: found for name, found in columns.items() if found is not None}
-    lengths = np.bincount(tokens.sequence_ids.cpu().numpy(), minlength=batch.num_sequences)
+    lengths = np.bincount(tokens.sequence_ids.numpy(), minlength=batch.num_sequences)
     ends = np.concatenate([[0], np.cumsum(lengths)])
     places = np.concatenate([np.arange(ends[i], ends[i + 1]) for i in chosen])
-    index = torch.from_numpy(places).to(tokens.loss_mask.device)
-    # One copy from the device for all columns.
-    table = torch.stack([found[index].float() for found in given.values()]).cpu().numpy()
+    index = torch.from_numpy(places)
+    table = torch.stack([found[index].float() for found in given.values()]).numpy()
     rows, start = [], 0
     for i in chosen:
         here = slice(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1]))

@@ -13,8 +13,9 @@ import transformers
 
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
 from asyncrlhf.learner.model.forward import PackedPolicy
+from asyncrlhf.learner.model.halves import Halves
 from asyncrlhf.learner.model.inputs import PackedInputs
-from asyncrlhf.learner.model.model_pass import is_packed
+from asyncrlhf.learner.model.model_pass import is_packed, trunk_of
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
 from asyncrlhf.learner.settings.learner_config import LearnerConfig, check_whole_sequences
 from asyncrlhf.learner.step.passes import ForwardPasses
@@ -33,6 +34,27 @@ from asyncrlhf.types import IntArray, TrainBatch
 
 # Of ``rounding``: a neighbour's tokens do not change the operations on a sequence's own, only the experts' batches.
 LEAK = 0.01
+
+
+@torch.no_grad()
+def unlike_autocast(policy: PackedPolicy, dtype: torch.dtype) -> str:
+    """Why ``policy`` cannot pass texts with all of its weights in ``dtype``, as a part of a sentence; "" if it can. A
+    model whose weights are not here yet is tried as a small one of its family."""
+    model = policy.model
+    if next(model.parameters()).is_meta:
+        small = Family.of(model).small()
+        return "" if small is None else unlike_autocast(choose_policy(small)[0], dtype)
+    texts = _shuffled(*probe_texts(model))
+    exact = _logprobs(policy, texts)
+    halves = Halves(model, trunk_of(model), dtype)
+    try:
+        found = _logprobs(policy, texts)
+    except MISCALLED as error:
+        return first_line(error)
+    finally:
+        halves.end()
+    apart = max(difference(ours, theirs, dtype) for ours, theirs in zip(found, exact, strict=True))
+    return "" if apart <= rounding(dtype) else f"log-probs are {apart:.1g} off those of its float32 weights"
 
 
 @dataclass(frozen=True)
@@ -83,8 +105,6 @@ def learner_policy(
     policy, reason = choose_policy(model, config.packing, **options)
     if reason:
         check_whole_sequences(config, reason)
-    if config.compiled_whole:
-        policy.compile_trunk()
     return policy, reason and f"The learner passes one sequence at a time, which is slower than packed: {reason}."
 
 

@@ -181,15 +181,15 @@ class DeepSpeedUpdater(Updater):
     def backward(self, module: Any, loss: torch.Tensor) -> None:
         self._engine_of(module).backward(loss * self.ranks, scale_wrt_gas=False)
 
-    def apply(self) -> float:
+    def apply(self) -> torch.Tensor:
         self.before_update()
         if self._stage == 0:
             return self._apply_whole()
         for engine in self._engines.values():
             engine.step()
         if any(engine.optimizer.overflow for engine in self._engines.values()):
-            return math.nan
-        return float(self._engines["policy"].get_global_grad_norm())
+            return torch.tensor(math.nan)
+        return torch.as_tensor(self._engines["policy"].get_global_grad_norm())
 
     def _save_own(self, folder: Path, rank: int, writer: StateWriter) -> dict[str, Any]:
         barrier(self.ranks)
@@ -246,7 +246,7 @@ class DeepSpeedUpdater(Updater):
             parameters = in_turn(inner, self.files, self.model, reads=torch.distributed.get_rank() == 0)
         self._deepspeed.zero.Init(module=_Typed(parameters, dtype), config_dict_or_path=self._settings, dtype=dtype)
 
-    def _apply_whole(self) -> float:
+    def _apply_whole(self) -> torch.Tensor:
         """Apply the update at stage 0, which does not check for finite gradients and measures no norm; after the
         reduction the gradients are the same on all ranks."""
         limit = self.config.max_grad_norm
@@ -257,7 +257,7 @@ class DeepSpeedUpdater(Updater):
                 engine.step()
             else:
                 engine.zero_grad()
-        return float(norms[0]) if finite else math.nan
+        return norms[0] if finite else torch.tensor(math.nan)
 
     def _engine_of(self, module: Any) -> Any:
         return module.engine if isinstance(module, _Unpacked) else module
@@ -270,7 +270,7 @@ def engine_settings(
     config: LearnerConfig, ranks: int, device: torch.device, hidden_size: int, parameters: int
 ) -> dict[str, Any]:
     """DeepSpeed's config. With bfloat16, from stage 1 on the weights are bfloat16 with sharded float32 masters; at
-    stage 0, whose gradients would be bfloat16, they are float32 under autocast."""
+    stage 0, whose gradients would be bfloat16, they are float32, and the passes see copies of them."""
     stage = config.zero_stage
     # In elements. Each engine allocates all of it: 2 GB of float32, even if the gradients take a few megabytes.
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": min(BUCKET, parameters)}
@@ -290,11 +290,8 @@ def engine_settings(
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW updates on the host too, with nothing to compile
     }
-    if config.mixed_precision == "bfloat16":
-        if stage:
-            settings |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
-        else:
-            settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    if config.mixed_precision == "bfloat16" and stage:
+        settings |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
     return settings
 
 

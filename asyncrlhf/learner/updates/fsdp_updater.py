@@ -55,11 +55,8 @@ class FsdpUpdater(TorchUpdater):
         for name in deal_out_model(cast(PreTrainedModel, module.get_submodule(part)), self.mesh):
             self._partial.append((module, f"{part}.{name}"))
         names = set(self.model._no_split_modules or ())
-        trained = isinstance(module, PackedPolicy) and module.model is self.model
         for layer in list(module.modules()):
             if type(layer).__name__ in names:
-                if self.config.compile and trained:
-                    layer.compile(dynamic=True)
                 fully_shard(layer, **options)
         fully_shard(module, **options)
         if self.files is not None:

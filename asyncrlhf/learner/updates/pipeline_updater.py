@@ -19,7 +19,7 @@ from asyncrlhf.learner.ranks import Mesh, Peers, Shards, all_sum
 from asyncrlhf.learner.state import checkpoint
 from asyncrlhf.learner.state.state_file import read_parts
 from asyncrlhf.learner.state.state_writer import StateWriter
-from asyncrlhf.learner.step.passes import AUTOCAST
+from asyncrlhf.learner.step.passes import FORMATS
 from asyncrlhf.learner.step.plan import Microbatch
 from asyncrlhf.learner.updates.optimizers import build_optimizer
 from asyncrlhf.learner.updates.updaters import TorchUpdater, gradient_norm, scale_gradient
@@ -65,7 +65,7 @@ class PipelineUpdater(TorchUpdater):
 
     def _stage(self, policy: PackedPolicy) -> Stage:
         divided = deal_out_model(policy.model, self.mesh)
-        stage = Stage(policy, self._peers, self._pipelines, AUTOCAST.get(self.config.mixed_precision))
+        stage = Stage(policy, self._peers, self._pipelines, FORMATS.get(self.config.mixed_precision))
         if self.files is None:
             nn.Module.to(policy.model, self.device)
         else:

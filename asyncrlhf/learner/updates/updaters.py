@@ -126,8 +126,9 @@ class Updater(ABC):
         """Add the gradient of ``loss`` [0-dim], which is one term of a sum over microbatches and ranks."""
 
     @abstractmethod
-    def apply(self) -> float:
-        """Clip and apply the gradient; the policy's norm, or NaN when it was not finite on any rank and was dropped."""
+    def apply(self) -> torch.Tensor:
+        """Clip and apply the gradient; the policy's norm [0-dim], or NaN when it was not finite on any rank and was
+        dropped."""
 
     def set_rate(self, factor: float) -> float:
         """Scale every group's base rate by ``factor``; returns the policy's rate."""
@@ -218,17 +219,26 @@ class TorchUpdater(Updater):
         """As :func:`clip_gradient`."""
         return clip_gradient(module.parameters(), self.config.max_grad_norm)
 
-    def apply(self) -> float:
+    def apply(self) -> torch.Tensor:
         self._complete_gradients()
         self._scaler.unscale_(self.optimizer)
         norms = [self.clip(module) for module in self._modules]
-        broken = sum((~torch.isfinite(norm)).float() for norm in norms)
-        skip = bool(all_sum(torch.as_tensor(broken), Peers(ranks=self.ranks)))
-        if not skip:
+        broken = all_sum(torch.stack([~torch.isfinite(norm) for norm in norms]).sum().float(), Peers(ranks=self.ranks))
+        if self._drops_itself():
+            self.before_update()
+            self.optimizer.grad_scale, self.optimizer.found_inf = None, broken.clamp(max=1)
+            self.optimizer.step()
+        elif not bool(broken):
             self.before_update()
             self._scaler.step(self.optimizer)
         self._scaler.update()
-        return math.nan if skip else float(norms[0])
+        return torch.where(broken > 0, math.nan, norms[0])
+
+    def _drops_itself(self) -> bool:
+        """Whether the optimizer's kernel leaves out an update that is not finite, so that the host need not wait for
+        the gradient to know: torch's fused AdamW on whole tensors."""
+        plain = type(self.optimizer) is torch.optim.AdamW and not self.config.sharded and not self._scaler.is_enabled()
+        return plain and all(group["fused"] for group in self._groups())
 
     def _complete_gradients(self) -> None:
         """Sum, once per update, gradients whose terms are on several ranks."""

@@ -165,7 +165,7 @@ def test_a_stretch_of_the_inputs_takes_its_own_sets() -> None:
     inputs = PackedInputs.of_batch(batch())
     facts = PackedPolicy(llama(**MODEL))
     whole = facts(inputs, TEMPERATURE)
-    hidden = facts._hidden(inputs).index_select(0, inputs.rows)
+    hidden = facts._trunk(inputs).index_select(0, inputs.rows)
     assert inputs.kept is not None
     for own in (torch.arange(0, len(inputs.rows), 2), torch.arange(5, 31), torch.arange(0)):
         part = facts.of_hidden(hidden[own], inputs.targets[own], TEMPERATURE, inputs.kept.at(own))
