@@ -182,7 +182,10 @@ def _gradient(
         assert grad_logprob is not None
         factor = grad_logprob[:, None]
     grad = p.mul_(factor.neg())
-    if grad_logprob is not None:
+    if grad_logprob is not None and torch.compiler.is_compiling():  # a scatter would end the fused kernel
+        here = torch.arange(grad.shape[1], device=grad.device) == targets[:, None]
+        grad = grad + torch.where(here, grad_logprob[:, None], 0.0)
+    elif grad_logprob is not None:
         grad.scatter_add_(-1, targets[:, None], grad_logprob[:, None])
     return (grad if temperature == 1 else grad.div_(temperature)).to(logits.dtype)
 
