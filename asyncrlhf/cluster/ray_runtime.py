@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -24,7 +26,7 @@ from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker
 from asyncrlhf.cluster.handles import LONG_SECONDS, AnnotatorHandle, EpisodesHandle, GeneratorHandle, Runtime
 from asyncrlhf.cluster.nodes import this_machine
 from asyncrlhf.cluster.own_ray import MALLOC, OwnRay, give_back, init, is_kept, lend, shut_down
-from asyncrlhf.cluster.placement import Plan, Specs, first_turn, generator_part, make_plan, parts_of
+from asyncrlhf.cluster.placement import Plan, Specs, first_turn, generator_part, make_plan, on_one_card, parts_of
 from asyncrlhf.cluster.ray_calls import ask
 from asyncrlhf.cluster.ray_episodes import RayEpisodes
 from asyncrlhf.cluster.ray_handles import RayAnnotator, RayGenerator, RayLearner, addressed
@@ -33,7 +35,7 @@ from asyncrlhf.cluster.ray_records import RayRecords
 from asyncrlhf.config.environment_config import ClusterConfig, RayConfig
 from asyncrlhf.errors import ConfigError, ReplicaError
 from asyncrlhf.records.write.rollout_rows import RolloutRow
-from asyncrlhf.transport.build_transport import may_share_memory
+from asyncrlhf.transport.build_transport import mapped_transport
 from asyncrlhf.transport.protocol import LostReceiversError, replica_name, worker_name
 from asyncrlhf.types import Payload, Rollout
 
@@ -120,12 +122,13 @@ class RayRuntime(Runtime):
         self._init_ray()
         await asyncio.sleep(0)  # a signal that came meanwhile ends the start here
         seconds = self._cluster.start_timeout_seconds
-        nodes = len(ray_nodes())
+        there = ray_nodes()
+        nodes, cards = len(there), sum(node.total.get("GPU", 0.0) for node in there)
         plan = make_plan(self._cluster.placement, self._parts, nodes)
         self._placer = Placer(plan, start_seconds=seconds, autoscaling=self._cluster.autoscaling)
         await self._placer.reserve()
         self.sharing = plan.sharing
-        self._choose_transport()
+        self._choose_transport(math.inf if self._cluster.autoscaling else cards)
         self.learner = self._learner()
         asked = (self._specs.reward, self._specs.reference, self._specs.critic)
         self.rewards, self.references, self.critics = map(self._annotators, asked)
@@ -134,24 +137,41 @@ class RayRuntime(Runtime):
         if plan.sharing and self._specs.learner.offloads:
             await self._until_ready(first)
             self._specs, first = await first_turn(self.learner, self._specs, plan.sharing, plan.crowd), []
-        self.generators = [self._generator(spec) for spec in self._specs.generators]
-        parts = [*first, *self.rewards, *self.references, *self.critics, *self.episodes, *self.generators]
-        await self._until_ready(parts)
+        parts = [*first, *self.rewards, *self.references, *self.critics, *self.episodes]
+        if plan.placement == "one_gpu":
+            await self._start_in_line(parts)
+        else:
+            self.generators = [self._generator(spec) for spec in self._specs.generators]
+            await self._until_ready([*parts, *self.generators])
         if nodes > 1:
             await self._check_run_dir()
         await self._set_cores_aside()
         self._endpoint = await self.learner.listen()
 
-    def _choose_transport(self) -> None:
+    async def _start_in_line(self, first: Sequence[Any]) -> None:
+        """On one GPU that all use at once: each engine measures the free memory when it starts, and must not take what
+        another part allocates meanwhile for its own."""
+        await self._until_ready(first)
+        for spec in self._specs.generators:
+            self.generators.append(self._generator(spec))
+            await self._until_ready(self.generators[-1:])
+
+    def _choose_transport(self, cards: float) -> None:
         """Memory of the learner that replicas map, where ``weights.transport`` allows it: on a Ray that other machines
-        may join, or with GPUs, only if it asks for it."""
+        may join, or with GPUs, only if it asks for it, or if all of them share one GPU. ``cards``: the GPUs
+        that this Ray has or may get."""
         learner = self._specs.learner
-        weights = learner.weights
-        if not may_share_memory(weights, sharded=learner.learner.sharded, adapter=learner.model.lora.r > 0):
+        alone = self._own_ray is not None and not self.plan.total("GPU")
+        kind = mapped_transport(
+            learner.weights,
+            sharded=learner.learner.sharded,
+            adapter=learner.model.lora.r > 0,
+            on_cpus=alone,
+            on_card=on_one_card(self.plan, self._parts, cards) and not self._grows(),
+        )
+        if not kind:
             return
-        if weights.transport == "auto" and (not self._own_ray or self.plan.total("GPU")):
-            return
-        self.maps, weights = True, replace(weights, transport="shared_memory")
+        self.maps, weights = True, replace(learner.weights, transport=kind)
         generators = [replace(spec, weights=weights) for spec in self._specs.generators]
         self._specs = replace(self._specs, generators=generators, learner=replace(learner, weights=weights))
 
@@ -307,6 +327,11 @@ class RayRuntime(Runtime):
             if free is not None:
                 found.setdefault(prefix, replace(spec, name=free))
         return list(found.values())
+
+    def _grows(self) -> bool:
+        """Whether replicas may join that the plan has no seat for."""
+        counts = Counter(spec.name.rpartition("-")[0] for spec in self._specs.generators)
+        return any(s.generator.max_replicas > counts[s.name.rpartition("-")[0]] for s in self._specs.generators)
 
     def _has_room(self, spec: GeneratorSpec) -> bool:
         if spec.name in self.plan.seats:
