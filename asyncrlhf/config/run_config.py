@@ -387,11 +387,8 @@ def _gpus(config: RunConfig) -> tuple[float, float, bool]:
     """The GPUs of the learner, those of all replicas, and whether every part has some."""
     kinds = [kind.config for kind in replica_kinds(config.generator)]
     generators = sum(max(kind.replicas, kind.max_replicas) * kind.gpus for kind in kinds)
-    return (
-        config.learner.gpus * config.learner.ranks,
-        generators,
-        all(part.gpus > 0 for part in (config.learner, *kinds)),
-    )
+    least = min(config.learner.gpus, *(kind.gpus for kind in kinds))
+    return config.learner.gpus * config.learner.ranks, generators, least > 0
 
 
 def _check_one_gpu(config: RunConfig) -> None:

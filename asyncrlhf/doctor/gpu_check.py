@@ -65,12 +65,14 @@ class Result:
 
 FLATTEN = ("cluster=flatten",)
 IPC = (*FLATTEN, "weights.transport=cuda_ipc", "generator.vllm.sleep_level=2")
+ONE_GPU = ("cluster=one_gpu", "learner.gpus=0.5", "generator.gpus=0.5", "async=async")
 TENSOR_PARALLEL = ("generator.vllm.tensor_parallel_size=2", "generator.gpus=2")
 CHECKS = (
     Check("step", "the learner's step on packed sequences", 1, words=("step", "135m", "cuda", "16384")),
     Check("step 1.5b", "the same at 1.5 billion parameters", 1, words=("step", "1.5b", "cuda", "16384")),
     Check("flatten", "learner and vLLM in turns on one GPU, each asleep in between", 1, overrides=FLATTEN),
     Check("flatten ipc", "the same by CUDA IPC, vLLM without weights in its sleep", 1, overrides=IPC),
+    Check("one gpu", "both at once on one GPU, weights by CUDA IPC", 1, overrides=ONE_GPU),
     Check("broadcast", "NCCL between two GPUs", 2, words=("broadcast", "cuda", str(BROADCAST_BYTES))),
     Check("sync", "the loop in turns, with NCCL", 2, overrides=("async=sync",)),
     Check("async", "both sides at once, with NCCL", 2, overrides=("async=async",)),
@@ -199,7 +201,7 @@ def conclusions(results: Sequence[Result]) -> list[str]:
     if {"sync", "async"} <= found.keys():
         ratio = found["async"]["tokens_per_second"] / found["sync"]["tokens_per_second"]
         said.append(f"async trains {ratio:.2f} times as many tokens a second as sync.")
-    for name in ("async", "async 1.5b", "tensor parallel", "fsdp2", "zero3", "flatten", "flatten ipc"):
+    for name in ("async", "async 1.5b", "tensor parallel", "fsdp2", "zero3", "flatten", "flatten ipc", "one gpu"):
         if name in found and "publish_seconds" in found[name]:
             figures = found[name]
             stall = figures.get("snapshot_seconds", 0.0)
