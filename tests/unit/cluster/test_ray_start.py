@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,27 +70,71 @@ async def test_a_run_directory_that_the_learner_does_not_see_is_refused(tmp_path
         await runtime._check_run_dir()
 
 
+SHARES = ("generator.gpus=0.5", "learner.gpus=0.5")
+TURNS = ("cluster=flatten", "generator.gpus=1", "learner.gpus=1")
+
+
 @pytest.mark.parametrize(
-    ("words", "own", "transport"),
+    ("words", "own", "cards", "transport"),
     [
-        ((), True, "shared_memory"),
-        ((), False, "auto"),  # other machines may be there, or join
-        (("generator.gpus=1",), True, "auto"),
-        (("learner.ranks=2", "learner.sharding=fsdp2"), True, "auto"),
-        (("model.lora.r=4",), True, "auto"),
-        (("weights.delta=true", "weights.checksum=true"), True, "auto"),
-        (("weights.transport=collective",), True, "collective"),
-        (("weights.transport=shared_memory",), False, "shared_memory"),
+        ((), True, 0, "shared_memory"),
+        ((), True, 1, "shared_memory"),  # nobody uses it
+        ((), False, 0, "auto"),  # other machines may be there, or join
+        (("generator.gpus=1",), True, 1, "auto"),
+        (("learner.ranks=2", "learner.sharding=fsdp2"), True, 0, "auto"),
+        (("model.lora.r=4",), True, 0, "auto"),
+        (("weights.delta=true", "weights.checksum=true"), True, 0, "auto"),
+        (("weights.transport=collective",), True, 0, "collective"),
+        (("weights.transport=shared_memory",), False, 0, "shared_memory"),
+        (("cluster=one_gpu",), True, 1, "cuda_ipc"),
+        (("cluster=one_gpu",), False, 16, "cuda_ipc"),  # the plan reserves one card for them, wherever it is
+        (("cluster=one_gpu", "generator.replicas=2", "generator.gpus=0.2"), True, 8, "cuda_ipc"),
+        (("cluster=one_gpu", "model.lora.r=4"), True, 1, "auto"),
+        (("cluster=one_gpu", "weights.delta=true"), True, 1, "auto"),
+        (("cluster=one_gpu", "weights.transport=collective"), True, 1, "collective"),
+        (SHARES, True, 1, "cuda_ipc"),
+        (SHARES, True, 2, "auto"),  # each might have a card
+        ((*SHARES, "cluster.autoscaling=true"), False, 1, "auto"),  # a second card might join
+        ((*SHARES, "cluster=separate"), True, 2, "auto"),
+        (("learner.gpus=1",), True, 1, "auto"),  # the generator is on the CPU
+        ((*TURNS,), True, 1, "cuda_ipc"),
+        ((*TURNS, "generator.replicas=2"), True, 2, "auto"),
+        ((*TURNS, "learner.gpus=0.5", "learner.ranks=2"), True, 1, "auto"),
+        ((*TURNS, "generator.max_replicas=2"), False, 4, "auto"),  # the second would join on another card
     ],
 )
-def test_weights_are_mapped_where_all_parts_share_a_machine(words: tuple[str, ...], own: bool, transport: str) -> None:
-    runtime: Any = build_runtime(load_config(list(words)))
+def test_weights_are_mapped_where_all_parts_share_a_machine_or_a_card(
+    words: tuple[str, ...], own: bool, cards: int, transport: str
+) -> None:
+    runtime: Any = build_runtime(load_config([*words]))
     runtime._own_ray = object() if own else None
     runtime._placer = SimpleNamespace(plan=make_plan(runtime._cluster.placement, runtime._parts, nodes=1))
-    runtime._choose_transport()
+    runtime._choose_transport(math.inf if runtime._cluster.autoscaling else cards)
     specs = [*runtime._specs.generators, runtime._specs.learner]
     assert {spec.weights.transport for spec in specs} == {transport}
-    assert runtime.maps == (transport == "shared_memory")
+    assert runtime.maps == (transport in ("shared_memory", "cuda_ipc"))
+
+
+async def test_on_one_gpu_each_engine_starts_when_all_before_it_stand() -> None:
+    """vLLM measures the free memory when it starts: a part that allocates meanwhile would be taken for its own."""
+    words = ("cluster=one_gpu", "generator.replicas=3", "generator.gpus=0.15")
+    runtime: Any = build_runtime(load_config([*words]))
+    events: list[str] = []
+
+    class Starting:
+        def __init__(self, name: str) -> None:
+            events.append(f"{name} begins")
+            self.name = name
+
+        async def ready(self) -> None:
+            await asyncio.sleep(0.01)
+            events.append(f"{self.name} stands")
+
+    runtime._generator = lambda spec: Starting(spec.name)
+    await runtime._start_in_line([Starting("learner")])
+    names = ["learner", *(f"generator-{i}" for i in range(3))]
+    assert events == [f"{name} {what}" for name in names for what in ("begins", "stands")]
+    assert [g.name for g in runtime.generators] == names[1:]
 
 
 def test_rays_own_variable_names_a_cluster_too(monkeypatch: pytest.MonkeyPatch) -> None:
