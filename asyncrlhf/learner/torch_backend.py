@@ -95,10 +95,7 @@ class TorchBackend:
         texts = probe_texts(self.model)  # while it is whole
         self.policy, self.note = learner_policy(self.model, config, algorithm)
         self.policy.entropy_trains = algorithm.entropy_coef > 0 or bool(algorithm.loss.target)
-        by_autocast = config.mixed_precision == "float16"
-        if config.mixed_precision == "bfloat16" and (unlike := unlike_autocast(self.policy, torch.bfloat16)):
-            by_autocast = True
-            self.note += f" The passes cast float32 weights again and again, by autocast: in bfloat16 {unlike}."
+        by_autocast = self._casts_each_pass()
         # Ranks that gather a sharded model's weights in each call of it must call it equally often.
         self._token_budget = 1 if config.sharded and not self.policy.packing else config.token_budget
         self.critic = ValueModel(self.model) if algorithm.needs_critic else None
@@ -114,21 +111,11 @@ class TorchBackend:
         kind = PipelineUpdater if config.pipeline_parallel_size > 1 else kind
         self.updater = kind(config, self.model, self.policy, self.critic, self.device, ranks, files)
         self.shards = self.updater.shards  # how to read the policy's tensors where no rank holds them whole; else None
-        if (size := config.sequence_parallel_size * config.context_parallel_size) > 1:  # one of them is 1
-            ring = config.context_parallel_size > 1
-            peers = peers_along(rank, ranks, size, config.tensor_parallel_size * config.expert_parallel_size)
-            split = ContextParallel(peers) if ring else Ulysses(self.model, peers)
-            for module in (self.policy, self.critic, self.ema if ring else None):
-                if module is not None:
-                    module.sequence = split
+        self._split_sequences()
         self.reference = None
         if reference is not None and algorithm.needs_reference:
             self.reference = self.updater.frozen(frozen_reference(reference, config, self.device, self.policy))
-        for part in (self.updater.policy, self.reference) if by_autocast else ():
-            if isinstance(part, Stage):
-                part.autocast = torch.bfloat16
-        halved = config.mixed_precision == "bfloat16" and not by_autocast
-        self.halves = self._halved(torch.bfloat16) if halved else []
+        self.halves = self._halved(by_autocast) if config.mixed_precision == "bfloat16" else []
         self._passes = ForwardPasses(self.updater, self.temperature, config.mixed_precision, by_autocast, self.device)
         if self.shards is not None:
             check_shards(self._passes, self.updater.policy, texts, self._token_budget)
@@ -138,9 +125,33 @@ class TorchBackend:
         self._critic_served = spec.critic_served
         self.observe: Callable[[StepPlan], None] = lambda plan: None  # what the step knew, once its updates are made
 
-    def _halved(self, dtype: torch.dtype) -> list[Halves]:
-        """Let the passes see weights in ``dtype`` where the layout does not cast them itself."""
+    def _casts_each_pass(self) -> bool:
+        """Whether autocast casts the weights in each pass: for float16, and for a model that cannot do without."""
+        unlike = unlike_autocast(self.policy, torch.bfloat16) if self.config.mixed_precision == "bfloat16" else ""
+        if unlike:
+            also = f"Passes in bfloat16 cast its weights again and again, by autocast: without, {unlike}."
+            self.note = f"{self.note} {also}".strip()
+        return bool(unlike) or self.config.mixed_precision == "float16"
+
+    def _split_sequences(self) -> None:
         config = self.config
+        if (size := config.sequence_parallel_size * config.context_parallel_size) == 1:
+            return
+        ring = config.context_parallel_size > 1  # or the other one
+        peers = peers_along(self.rank, self.ranks, size, config.tensor_parallel_size * config.expert_parallel_size)
+        split = ContextParallel(peers) if ring else Ulysses(self.model, peers)
+        for module in (self.policy, self.critic, self.ema if ring else None):
+            if module is not None:
+                module.sequence = split
+
+    def _halved(self, by_autocast: bool) -> list[Halves]:
+        """Let the passes see weights in bfloat16 where neither autocast nor the layout casts them."""
+        config, dtype = self.config, torch.bfloat16
+        if by_autocast:
+            for part in (self.updater.policy, self.reference):
+                if isinstance(part, Stage):
+                    part.autocast = dtype
+            return []
         seen: list[Any] = [self.ema.model] if self.ema is not None else []
         if not config.casts_weights:
             seen += [self.policy.model, *([] if self.critic is None else [self.critic])]
