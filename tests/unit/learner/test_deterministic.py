@@ -19,7 +19,7 @@ from asyncrlhf.actors.model_annotators import ReferenceSpec, ReferenceWorker
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.engines.fake import FakeEngine
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner import torch_backend
+from asyncrlhf.learner import rank_models
 from asyncrlhf.learner.deterministic import deterministic
 from asyncrlhf.learner.model.forward import PackedPolicy
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
@@ -143,8 +143,8 @@ def called_on_a_gpu(algorithm: AlgorithmConfig, learner: dict[str, Any], monkeyp
         return PackedPolicy(model, packing=packing, collision=collision), ""
 
     # Which way is right is decided by values, which a pretended GPU has not.
-    monkeypatch.setattr(torch_backend, "learner_policy", policy)
-    monkeypatch.setattr(torch_backend, "unlike_autocast", lambda *_: "")
+    monkeypatch.setattr(rank_models, "learner_policy", policy)
+    monkeypatch.setattr(rank_models, "unlike_autocast", lambda *_: "")
     config = LearnerConfig(**({"learning_rate": 1e-3, "token_budget": 40, "gpus": 1} | learner))
     with pretended_gpu() as gpu, deterministic(True):
         models = [llama(seed).to("meta") for seed in (0, 5)[: 1 + algorithm.needs_reference]]
