@@ -9,18 +9,25 @@ from __future__ import annotations
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import torch
+import transformers
 from torch import nn
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
+
+from asyncrlhf.learner import rank_models
+from asyncrlhf.learner.model.forward import PackedPolicy
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.settings.learner_config import BackendSpec, LearnerConfig
+from asyncrlhf.learner.torch_backend import TorchBackend
 
 CARD = torch.device("cuda", 0)
 MATMULS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
@@ -168,6 +175,8 @@ class PretendedGpu(TorchDispatchMode):
             raise RuntimeError(f"{name}: tensors on two devices, at {_place()}")
         if strangers:
             self.counts.to_device[_place()] += 1
+            if not (kwargs.get("non_blocking") or (name == "aten::copy_" and len(args) > 2 and args[2])):
+                self.wait()  # for all that the device was asked before
         if self._asks_for_a_count(name, args):
             self.wait()
             found = tree_map(self._wrapped, _on_the_host(func, args, kwargs))
@@ -239,6 +248,31 @@ def _place() -> str:
     """The innermost line of the project that runs."""
     own = [frame for frame in traceback.extract_stack() if "/asyncrlhf/" in frame.filename]
     return f"{own[-1].filename.rpartition('/asyncrlhf/')[2]}:{own[-1].lineno} {own[-1].line}" if own else "elsewhere"
+
+
+@contextmanager
+def learner_on_gpu(
+    models: Sequence[transformers.PreTrainedModel],
+    algorithm: AlgorithmConfig,
+    config: LearnerConfig,
+    **options: Any,
+) -> Iterator[tuple[PretendedGpu, TorchBackend]]:
+    """A learner of the policy ``models[0]``, and of the reference ``models[1]`` if there is one, which are on ``meta``.
+    Which way of passing sequences is right is found by values, so it is not asked here. ``options``: of the spec."""
+
+    def policy(model: Any, config: LearnerConfig, _: Any) -> tuple[PackedPolicy, str]:
+        packing = config.packing is not False
+        return PackedPolicy(model, packing=packing, collision=algorithm.advantage == "opob"), ""
+
+    spec = BackendSpec(learner=config, algorithm=algorithm, steps=100, **options)
+    with pretended_gpu() as gpu, ExitStack() as stack:
+        for model in models:
+            gpu.moved(model)
+        stack.enter_context(mock.patch.object(rank_models, "learner_policy", policy))
+        stack.enter_context(mock.patch.object(rank_models, "unlike_autocast", lambda *_: ""))
+        stack.enter_context(mock.patch.object(nn.Module, "to", lambda module, *_: module))  # it is there
+        reference = models[1] if len(models) > 1 else None
+        yield gpu, TorchBackend(models[0], spec, reference=reference, device="cuda")
 
 
 @contextmanager

@@ -19,16 +19,14 @@ from asyncrlhf.actors.model_annotators import ReferenceSpec, ReferenceWorker
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.engines.fake import FakeEngine
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner import rank_models
 from asyncrlhf.learner.deterministic import deterministic
-from asyncrlhf.learner.model.forward import PackedPolicy
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
 from asyncrlhf.learner.settings.learner_config import LearnerConfig, ReferenceConfig
 from asyncrlhf.learner.step.companions import RolloutPasses
 from asyncrlhf.learner.step.user_loss import LossInputs
 from asyncrlhf.learner.torch_backend import TorchBackend
 from tests.loop import FAKE, run
-from tests.pretended_gpu import CardTensor, pretended_gpu
+from tests.pretended_gpu import CardTensor, learner_on_gpu
 from tests.unit.learner.test_presets import LONGEST, PRESETS, preset, stale_batch
 from tests.unit.learner.worlds import backend, llama
 
@@ -134,42 +132,30 @@ LEARNERS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def called_on_a_gpu(algorithm: AlgorithmConfig, learner: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> set[str]:
+def called_on_a_gpu(algorithm: AlgorithmConfig, learner: dict[str, Any]) -> set[str]:
     """What a step calls there; none of it is refused."""
 
-    def policy(model: Any, config: LearnerConfig, _: Any) -> tuple[PackedPolicy, str]:
-        packing = config.packing is not False
-        collision = algorithm.advantage == "opob"
-        return PackedPolicy(model, packing=packing, collision=collision), ""
-
-    # Which way is right is decided by values, which a pretended GPU has not.
-    monkeypatch.setattr(rank_models, "learner_policy", policy)
-    monkeypatch.setattr(rank_models, "unlike_autocast", lambda *_: "")
     config = LearnerConfig(**({"learning_rate": 1e-3, "token_budget": 40, "gpus": 1} | learner))
-    with pretended_gpu() as gpu, deterministic(True):
-        models = [llama(seed).to("meta") for seed in (0, 5)[: 1 + algorithm.needs_reference]]
-        for model in models:
-            gpu.moved(model)
-        reference = models[1] if algorithm.needs_reference else None
-        options = {"reference": reference, "max_completion_length": LONGEST, "device": "cuda"}
-        trained = backend(algorithm, config, model=models[0], **options)
-        with Refused(CardTensor) as recorder:
-            trained.train_step(stale_batch(flat_groups=1))
+    models = [llama(seed).to("meta") for seed in (0, 5)[: 1 + algorithm.needs_reference]]
+    given, of = stale_batch(flat_groups=1), {"max_completion_length": LONGEST}
+    learner_on = learner_on_gpu(models, algorithm, config, **of)
+    with deterministic(True), learner_on as (_, trained), Refused(CardTensor) as recorder:
+        trained.train_step(given)
     assert not recorder.found and recorder.seen >= {"mm", "embedding_dense_backward", "scatter_add_"}
     return recorder.seen
 
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.more_but("m2po", "sat", "ppo", "vcpo", "online_dpo")
-def test_no_preset_needs_what_torch_refuses_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    called_on_a_gpu(preset(name), {}, monkeypatch)
+def test_no_preset_needs_what_torch_refuses_on_a_gpu(name: str) -> None:
+    called_on_a_gpu(preset(name), {})
 
 
 @pytest.mark.parametrize("name", LEARNERS)
 @pytest.mark.more_but("bfloat16")
-def test_nor_does_another_learner(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nor_does_another_learner(name: str) -> None:
     learner, shown = LEARNERS[name]
-    assert shown in called_on_a_gpu(AlgorithmConfig(), learner, monkeypatch)
+    assert shown in called_on_a_gpu(AlgorithmConfig(), learner)
 
 
 def test_nor_does_muon() -> None:
