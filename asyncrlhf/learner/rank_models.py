@@ -75,7 +75,9 @@ class RankModels:
             nn.Module.to(self.model, self.device)
         texts = probe_texts(self.model)  # while it is whole
         self.policy, self.note = learner_policy(self.model, config, algorithm)
-        self.policy.entropy_trains = algorithm.entropy_coef > 0 or bool(algorithm.loss.target)
+        # ZeRO-3 counts the backward passes through what a module returns, on all ranks alike.
+        used = algorithm.entropy_coef > 0 or bool(algorithm.loss.target) or config.zero_stage == 3
+        self.policy.entropy_trains = used
         by_autocast = self._casts_each_pass()
         # Ranks that gather a sharded model's weights in each call of it must call it equally often.
         self._token_budget = 1 if config.sharded and not self.policy.packing else config.token_budget
