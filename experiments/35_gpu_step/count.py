@@ -1,7 +1,7 @@
 """What a learner's step asks of a GPU, counted without one: launches, waits of the host, casts, bytes, peak memory.
 
-    python -m experiments.35_gpu_step.count 135m 16384 8 bfloat16      # shape, tokens, sequences, precision
-    python -m experiments.35_gpu_step.count 135m 65536 128 bfloat16 gradient_checkpointing=true
+python -m experiments.35_gpu_step.count 135m 16384 8 bfloat16      # shape, tokens, sequences, precision
+python -m experiments.35_gpu_step.count 135m 65536 128 bfloat16 gradient_checkpointing=true
 """
 
 from __future__ import annotations
