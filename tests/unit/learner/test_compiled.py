@@ -21,6 +21,7 @@ def test_compiled_steps_are_those_of_the_plain_learner(precision: str) -> None:
     """Three updates, of which what is compiled sees the weights; of different sizes, for which nothing is compiled
     again."""
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     curves = []
     for compiled in (False, True):
         config = LearnerConfig(learning_rate=1e-3, mixed_precision=precision, compile=compiled)
