@@ -70,6 +70,7 @@ class Counts:
     launches: Counter[str] = field(default_factory=Counter)
     syncs: Counter[str] = field(default_factory=Counter)  # by the place in the project that waits
     to_device: Counter[str] = field(default_factory=Counter)  # copies from the host, by place
+    blocking: Counter[str] = field(default_factory=Counter)  # those of them for which the host waits
     casts: int = 0  # launches that only change a float's type
     bytes: Counter[str] = field(default_factory=Counter)  # by matmul, attention, elementwise
     live: int = 0  # bytes that tensors hold
@@ -101,6 +102,13 @@ class _Devices(TorchFunctionMode):
             if func in (torch.allclose, torch.equal):
                 self._gpu.wait()
                 return True
+            if func is torch.nn.functional.scaled_dot_product_attention:
+                with self:
+                    return _one_kernel(*args, **kwargs or {})
+            if func is torch.nn.functional.rms_norm and not torch.is_grad_enabled():
+                made = torch.empty_like(args[0])  # of one kernel, which has no registration for shapes alone
+                self._gpu.count("aten::_fused_rms_norm", [x for x in args if isinstance(x, torch.Tensor)], made)
+                return made
             if func is torch.Tensor.numpy:
                 raise TypeError("can't convert a tensor of a GPU to numpy; use Tensor.cpu() first")
         if func is torch.Tensor.backward:
@@ -168,6 +176,7 @@ class PretendedGpu(TorchDispatchMode):
             raise RuntimeError(f"{name}: tensors on two devices, at {_place()}")
         if strangers:
             self.counts.to_device[_place()] += 1
+            self.counts.blocking[_place()] += not _goes_on(args, kwargs)
         if self._asks_for_a_count(name, args):
             self.wait()
             found = tree_map(self._wrapped, _on_the_host(func, args, kwargs))
@@ -179,7 +188,10 @@ class PretendedGpu(TorchDispatchMode):
                 found = tree_map(self._wrapped, _on_the_host(func, args, kwargs))
         if here and any(returned.alias_info is not None for returned in func._schema.returns):
             found = return_and_correct_aliasing(func, args, kwargs, found)
-        self._count(func, name, here, found)
+        returns = func._schema.returns
+        views = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        if not views and name not in WITHOUT_LAUNCH:
+            self.count(name, here, found)
         return found
 
     @staticmethod
@@ -203,18 +215,29 @@ class PretendedGpu(TorchDispatchMode):
         self._storages.discard(key)
         self.counts.live -= size
 
-    def _count(self, func: Any, name: str, given: list[torch.Tensor], found: Any) -> None:
+    def count(self, name: str, given: list[torch.Tensor], found: Any) -> None:
+        """One launch."""
         made = [x for x in tree_leaves(found) if isinstance(x, CardTensor)]
-        returns = func._schema.returns
-        views = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-        if views or name in WITHOUT_LAUNCH:
-            return
         self.counts.launches[name] += 1
         kind = "matmul" if name in MATMULS else "attention" if any(w in name for w in ATTENTION) else "elementwise"
         self.counts.bytes[kind] += sum(x.numel() * x.itemsize for x in (*given, *made))
         if name in ("aten::_to_copy", "aten::copy_"):
             kinds = {x.dtype for x in (*given, *made)}
             self.counts.casts += len(kinds) > 1 and all(dtype.is_floating_point for dtype in kinds)
+
+
+def _goes_on(args: Any, kwargs: Any) -> bool:
+    """Whether the host does not wait for a copy; ``copy_`` has the word as its third argument."""
+    return bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
+
+
+def _one_kernel(query: Any, key: Any, value: Any, attn_mask: Any = None, *_: Any, **more: Any) -> torch.Tensor:
+    """torch's choice on a GPU; for shapes alone it multiplies, adds and divides step by step."""
+    aligned = attn_mask is None or all(stride % 8 == 0 for stride in attn_mask.stride()[:-1])
+    mask = attn_mask if aligned else attn_mask.clone()  # torch pads it
+    causal, scale = more.get("is_causal", False), more.get("scale")
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    return kernel(query, key, value, mask, False, 0.0, causal, scale=scale)[0]
 
 
 def _inner(x: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import nn
 from asyncrlhf.algorithms.aggregate import normaliser_count
 from asyncrlhf.algorithms.weights import sqrt_ess_factor
 from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
-from asyncrlhf.learner.copies import to_device
+from asyncrlhf.models.copies import to_device
 from asyncrlhf.learner.model.forward import use_float32_head
 from asyncrlhf.learner.model.halves import Halves, lower
 from asyncrlhf.learner.model.model_pass import checkpoint_layers, compile_layers, trunk_of

@@ -16,6 +16,7 @@ from asyncrlhf.engines.hf.sampling import penalise_repetition, sample_tokens, un
 from asyncrlhf.engines.hf.slots import SlotTable, choose_prefills
 from asyncrlhf.engines.hf.wall import find_passes
 from asyncrlhf.models.checkpoint_folder import context_of
+from asyncrlhf.models.copies import to_device
 from asyncrlhf.models.offload import Offload, free_cache
 from asyncrlhf.types import FloatArray, GenerationRequest, IntArray, Rollout
 
@@ -81,7 +82,7 @@ class HFEngine(Engine):
     def _sample(self, logits: torch.Tensor, rows: IntArray) -> list[Rollout]:
         table = self._table
         if len(rows) < table.count:
-            logits = logits[torch.from_numpy(rows).to(self._device)]
+            logits = logits[to_device(torch.from_numpy(rows), self._device)]
         facts = table.rows[rows]
         uniform = uniforms(facts["state"], facts["length"] - facts["prompt_length"])
         if (facts["repetition_penalty"] != 1.0).any():

@@ -13,7 +13,7 @@ from asyncrlhf.algorithms.heads import pair
 from asyncrlhf.algorithms.masked import group_reduce
 from asyncrlhf.data.branches import pass_lengths
 from asyncrlhf.data.packing import microbatch_indices, minibatch_indices, select, sequence_lengths
-from asyncrlhf.learner.copies import to_device, to_host
+from asyncrlhf.models.copies import to_device, to_host
 from asyncrlhf.learner.model.forward import TokenFacts
 from asyncrlhf.learner.model.inputs import PackedInputs
 from asyncrlhf.learner.settings.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
