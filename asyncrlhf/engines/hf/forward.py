@@ -133,8 +133,8 @@ class LeanForward:
         width, epsilon = hidden.shape[-1:], norm.variance_epsilon
         if hidden.dtype == torch.float32:
             return F.rms_norm(hidden, width, norm.weight, epsilon)
-        # The fused kernel would round low precision at another place than the learner's module does.
-        return norm.weight * F.rms_norm(hidden.float(), width, None, epsilon).to(hidden.dtype)
+        # With the weight it would round low precision at another place than the learner's module does.
+        return norm.weight * F.rms_norm(hidden, width, None, epsilon)
 
     def __call__(self, cache: KVCache, plan: ForwardPlan) -> torch.Tensor:
         hidden = F.embedding(plan.input_ids, self._trunk.embed_tokens.weight)

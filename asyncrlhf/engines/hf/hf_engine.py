@@ -230,7 +230,7 @@ class HFEngine(Engine):
             return np.zeros(0, np.float32)
         logprobs = torch.log_softmax(self._passes.score(text)[:, : self._sampled_ids].float(), dim=-1)
         # Entry t is the log-prob of token t + 1; the prediction of the last token is left out.
-        following = torch.from_numpy(text[1:, None]).to(logprobs.device)
+        following = to_device(torch.from_numpy(text[1:, None]), logprobs.device)
         return logprobs[:-1].gather(1, following)[:, 0].cpu().numpy()
 
     def close(self) -> None:
