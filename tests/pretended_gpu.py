@@ -9,18 +9,26 @@ from __future__ import annotations
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
+import transformers
 from torch import nn
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
+
+from asyncrlhf.learner import rank_models
+from asyncrlhf.learner.model.forward import PackedPolicy
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.settings.learner_config import BackendSpec, LearnerConfig
+from asyncrlhf.learner.torch_backend import TorchBackend
 
 CARD = torch.device("cuda", 0)
 MATMULS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
@@ -70,7 +78,6 @@ class Counts:
     launches: Counter[str] = field(default_factory=Counter)
     syncs: Counter[str] = field(default_factory=Counter)  # by the place in the project that waits
     to_device: Counter[str] = field(default_factory=Counter)  # copies from the host, by place
-    blocking: Counter[str] = field(default_factory=Counter)  # those of them for which the host waits
     casts: int = 0  # launches that only change a float's type
     bytes: Counter[str] = field(default_factory=Counter)  # by matmul, attention, elementwise
     live: int = 0  # bytes that tensors hold
@@ -102,13 +109,14 @@ class _Devices(TorchFunctionMode):
             if func in (torch.allclose, torch.equal):
                 self._gpu.wait()
                 return True
-            if func is torch.nn.functional.scaled_dot_product_attention:
-                with self:
-                    return _one_kernel(*args, **kwargs or {})
-            if func is torch.nn.functional.rms_norm and not torch.is_grad_enabled():
+            if func is F.rms_norm and not torch.is_grad_enabled():
                 made = torch.empty_like(args[0])  # of one kernel, which has no registration for shapes alone
                 self._gpu.count("aten::_fused_rms_norm", [x for x in args if isinstance(x, torch.Tensor)], made)
                 return made
+            attends = func is F.scaled_dot_product_attention and not torch.is_grad_enabled()
+            if attends and args[0].shape[1] == args[1].shape[1]:
+                with self:
+                    return _one_kernel(*args, **kwargs or {})
             if func is torch.Tensor.numpy:
                 raise TypeError("can't convert a tensor of a GPU to numpy; use Tensor.cpu() first")
         if func is torch.Tensor.backward:
@@ -176,7 +184,8 @@ class PretendedGpu(TorchDispatchMode):
             raise RuntimeError(f"{name}: tensors on two devices, at {_place()}")
         if strangers:
             self.counts.to_device[_place()] += 1
-            self.counts.blocking[_place()] += not _goes_on(args, kwargs)
+            if not (kwargs.get("non_blocking") or (name == "aten::copy_" and len(args) > 2 and args[2])):
+                self.wait()  # for all that the device was asked before
         if self._asks_for_a_count(name, args):
             self.wait()
             found = tree_map(self._wrapped, _on_the_host(func, args, kwargs))
@@ -226,18 +235,12 @@ class PretendedGpu(TorchDispatchMode):
             self.counts.casts += len(kinds) > 1 and all(dtype.is_floating_point for dtype in kinds)
 
 
-def _goes_on(args: Any, kwargs: Any) -> bool:
-    """Whether the host does not wait for a copy; ``copy_`` has the word as its third argument."""
-    return bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
-
-
-def _one_kernel(query: Any, key: Any, value: Any, attn_mask: Any = None, *_: Any, **more: Any) -> torch.Tensor:
-    """torch's choice on a GPU; for shapes alone it multiplies, adds and divides step by step."""
-    aligned = attn_mask is None or all(stride % 8 == 0 for stride in attn_mask.stride()[:-1])
-    mask = attn_mask if aligned else attn_mask.clone()  # torch pads it
-    causal, scale = more.get("is_causal", False), more.get("scale")
+def _one_kernel(query: Any, key: Any, value: Any, attn_mask: Any = None, is_causal: bool = False, **more: Any) -> Any:
+    """torch's choice on a GPU for as many key heads as query heads; for shapes alone it takes many steps."""
+    if attn_mask is not None and any(stride % 8 for stride in attn_mask.stride()[:-1]):
+        attn_mask = attn_mask.clone()  # torch pads it
     kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-    return kernel(query, key, value, mask, False, 0.0, causal, scale=scale)[0]
+    return kernel(query, key, value, attn_mask, False, 0.0, is_causal, scale=more.get("scale"))[0]
 
 
 def _inner(x: Any) -> Any:
@@ -262,6 +265,31 @@ def _place() -> str:
     """The innermost line of the project that runs."""
     own = [frame for frame in traceback.extract_stack() if "/asyncrlhf/" in frame.filename]
     return f"{own[-1].filename.rpartition('/asyncrlhf/')[2]}:{own[-1].lineno} {own[-1].line}" if own else "elsewhere"
+
+
+@contextmanager
+def learner_on_gpu(
+    models: Sequence[transformers.PreTrainedModel],
+    algorithm: AlgorithmConfig,
+    config: LearnerConfig,
+    **options: Any,
+) -> Iterator[tuple[PretendedGpu, TorchBackend]]:
+    """A learner of the policy ``models[0]``, and of the reference ``models[1]`` if there is one, which are on ``meta``.
+    Which way of passing sequences is right is found by values, so it is not asked here. ``options``: of the spec."""
+
+    def policy(model: Any, config: LearnerConfig, _: Any) -> tuple[PackedPolicy, str]:
+        packing = config.packing is not False
+        return PackedPolicy(model, packing=packing, collision=algorithm.advantage == "opob"), ""
+
+    spec = BackendSpec(learner=config, algorithm=algorithm, steps=100, **options)
+    with pretended_gpu() as gpu, ExitStack() as stack:
+        for model in models:
+            gpu.moved(model)
+        stack.enter_context(mock.patch.object(rank_models, "learner_policy", policy))
+        stack.enter_context(mock.patch.object(rank_models, "unlike_autocast", lambda *_: ""))
+        stack.enter_context(mock.patch.object(nn.Module, "to", lambda module, *_: module))  # it is there
+        reference = models[1] if len(models) > 1 else None
+        yield gpu, TorchBackend(models[0], spec, reference=reference, device="cuda")
 
 
 @contextmanager

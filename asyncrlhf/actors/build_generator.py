@@ -46,7 +46,7 @@ def build_worker(spec: GeneratorSpec, clock: Callable[[], float] = time.monotoni
 
     generator = spec.generator
     if spec.beside_bytes:
-        generator = with_share(generator, spec.model, spec.name, spec.beside_bytes)
+        generator = with_share(generator, spec.model, spec.name, spec.beside_bytes, spec.part_of_rest)
     engine = build_engine(
         generator,
         spec.model,

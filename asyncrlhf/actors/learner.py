@@ -83,6 +83,7 @@ class LearnerWorker:
 
     def __init__(self, spec: LearnerSpec, rank: int = 0, ranks: int = 1, address: str = "") -> None:
         from asyncrlhf.learner.asleep import RankSleep
+        from asyncrlhf.learner.deterministic import deterministic
         from asyncrlhf.learner.ranks import init_process_group
         from asyncrlhf.learner.torch_backend import TorchBackend
         from asyncrlhf.transport.shard_snapshot import ShardSnapshot
@@ -96,7 +97,9 @@ class LearnerWorker:
         if ranks > 1:
             init_process_group(rank, ranks, address, device=device)
         torch.manual_seed(spec.seed)
-        self.backend = TorchBackend(spec=spec, **load_models(spec, device), rank=rank, ranks=ranks, device=device)
+        self._deterministic = partial(deterministic, spec.learner.deterministic)
+        with self._deterministic():
+            self.backend = TorchBackend(spec=spec, **load_models(spec, device), rank=rank, ranks=ranks, device=device)
         self._sleep = RankSleep(self.backend)
         self._sharded: ShardSnapshot | None = None  # how weights are published that no rank holds whole
         if (shards := self.backend.shards) is not None:
@@ -136,7 +139,8 @@ class LearnerWorker:
             for rollout, (_, reward, weight, masked) in zip(rollouts, chosen, strict=True)
         ]
         self.backend.observe = partial(self._record, {i: r for r in rollouts if (i := r.rollout_id) in recorded})
-        result = self.backend.train_step(pack(samples, turns=self._by_turn) if samples else self._no_share)
+        with self._deterministic():
+            result = self.backend.train_step(pack(samples, turns=self._by_turn) if samples else self._no_share)
         if self._makes_room:
             self._makes_room = False
             self.backend.make_room()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from asyncrlhf.actors.annotator import ANSWER_SECONDS
 from asyncrlhf.actors.messages import ArrayBundle, annotated
 from asyncrlhf.data.data_config import ModelConfig
+from asyncrlhf.learner.deterministic import deterministic
 from asyncrlhf.learner.model.forward import use_float32_head
 from asyncrlhf.learner.settings.learner_config import CriticConfig, ReferenceConfig
 from asyncrlhf.learner.step.companions import ServedCritic
@@ -25,8 +27,8 @@ from asyncrlhf.types import Annotation, Rollout
 
 @dataclass(frozen=True)
 class ReferenceSpec:
-    """``precision``: ``learner.mixed_precision``, which
-    goes with ``float32_head``, the learner's."""
+    """``precision``: ``learner.mixed_precision``, which goes with ``float32_head`` and ``deterministic``, the
+    learner's."""
 
     settings: ReferenceConfig
     model: ModelConfig
@@ -36,6 +38,7 @@ class ReferenceSpec:
     cache_tokens: int = 0  # for chunks (fusion.granularity=chunk); 0: it reads whole rollouts
     answer_seconds: float = ANSWER_SECONDS
     max_restarts: int = 0
+    deterministic: bool = False
 
     kind: ClassVar[str] = "reference"
 
@@ -60,6 +63,7 @@ class ReferenceWorker(ReadingReference):
         model = load_sampled(spec.model, device, dtype=dtype)
         if spec.float32_head and own.dtype == "auto":
             use_float32_head(model)
+        self._deterministic = partial(deterministic, spec.deterministic)
         super().__init__(
             model,
             temperature=spec.temperature,
@@ -70,12 +74,17 @@ class ReferenceWorker(ReadingReference):
 
     def annotate(self, rollouts: Sequence[Rollout], ticket: Any = None) -> tuple[list[Annotation], ArrayBundle]:
         """The reference log-probs [L] of each rollout, or the reason for a missing one."""
-        return annotated("ref_logprobs", rollouts, self.answer(rollouts))
+        with self._deterministic():
+            return annotated("ref_logprobs", rollouts, self.answer(rollouts))
+
+    def prefill(self, released: Sequence[int], chunks: Sequence[Chunk]) -> Prefilled:
+        with self._deterministic():
+            return super().prefill(released, chunks)
 
 
 @dataclass(frozen=True)
 class CriticSpec:
-    """``precision``: ``learner.mixed_precision``."""
+    """``precision``: ``learner.mixed_precision``; ``deterministic``: the learner's."""
 
     settings: CriticConfig
     model: ModelConfig
@@ -84,6 +93,7 @@ class CriticSpec:
     weights: WeightsConfig
     answer_seconds: float = ANSWER_SECONDS
     max_restarts: int = 0
+    deterministic: bool = False
 
     kind: ClassVar[str] = "critic"
 
@@ -97,6 +107,7 @@ class CriticWorker:
 
     def __init__(self, spec: CriticSpec, name: str) -> None:
         own = spec.settings
+        self._deterministic = partial(deterministic, spec.deterministic)
         device = "cuda" if own.gpus > 0 else "cpu"
         self._critic = ServedCritic(
             load_policy(spec.model, device, dtype=torch.float32),
@@ -116,7 +127,8 @@ class CriticWorker:
         assert ticket is not None, "a critic is asked by version"
         if self._critic.version != ticket.version:
             self._critic.load(ticket.version, self._receiver.receive(ticket))
-        return annotated("values", rollouts, self._critic.answer(rollouts), ticket.version)
+        with self._deterministic():
+            return annotated("values", rollouts, self._critic.answer(rollouts), ticket.version)
 
     def prefill(self, released: Sequence[int], chunks: Sequence[Chunk]) -> Prefilled:
         """Does nothing: the critic version that will score a rollout is not known before its end."""

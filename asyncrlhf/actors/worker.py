@@ -47,7 +47,8 @@ class GeneratorSpec:
     chunk_tokens: int = 0  # sampled tokens per chunk (fusion.granularity=chunk); 0: sent at the end
     stall_seconds: float = 600.0  # without progress, after which the run counts as stalled
     offloads: bool = False  # its weights leave the device while it sleeps
-    beside_bytes: int = 0  # of its GPU, kept by a sleeping learner
+    beside_bytes: int = 0  # of its GPU, kept by a sleeping learner, or needed by one at work
+    part_of_rest: float = 0.0  # of what a learner at work leaves of the GPU; 0: the learner sleeps meanwhile
     replicas: int = 1  # that the run starts with; all of them send their results to one controller
     routes: bool = False  # its rollouts report the experts of each token
 
@@ -294,6 +295,7 @@ class GeneratorWorker:
         """Load the received version between two tokens; with a ``ticket``, straight from the learner's memory. Raises
         WeightSyncError if that version was not received."""
         if ticket is not None and self.direct is None:
+            self._staged = None  # views on the memory of a learner that may have ended
             buckets = self.receiver.stream(ticket)
             self._staged = (ticket.version, {name: tensor for views in buckets for name, tensor in views.items()})
         self._catch_up()
@@ -305,6 +307,7 @@ class GeneratorWorker:
             seconds = self.direct.seconds_for(sum(weights.manifest.bucket_bytes))
             return self._vllm.receive_weights(weights, cache, seconds)
         self.engine.load_weights(version, weights if self._merge is None else self._merge(weights), cache)
+        self.receiver.loaded()
 
     def _catch_up(self) -> None:
         """Let a timed engine make the tokens that are due, with its present version."""

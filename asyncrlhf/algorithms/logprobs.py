@@ -43,9 +43,8 @@ class KeptSets(NamedTuple):
     def at(self, positions: Tensor) -> KeptSets:
         """The sets of ``positions`` [n], in that order."""
         positions = positions.cpu()
-        counts = self.starts.diff()[positions]
-        found = KeptSets.of_counts(self.ids, counts)
-        shift = (self.starts[positions] - found.starts[:-1]).repeat_interleave(counts)
+        found = KeptSets.of_counts(self.ids, self.starts.diff()[positions])
+        shift = (self.starts[positions] - found.starts[:-1]).repeat_interleave(found.starts.diff())
         return found._replace(ids=self.ids[(shift + torch.arange(len(shift))).to(self.ids.device)])
 
     def outside(self, vocabulary: int) -> Tensor:
@@ -139,11 +138,9 @@ def _outside(kept: KeptSets | None, part: slice, logits: Tensor) -> Tensor | Non
 
 def _scaled(logits: Tensor, temperature: float, outside: Tensor | None) -> Tensor:
     """A copy of the rows, divided by the temperature; -inf outside of their sets."""
-    if logits.dtype in (torch.float32, torch.float64):
-        scaled = logits.clone() if temperature == 1 else logits / temperature
-    else:
-        scaled = logits.float()
-        scaled = scaled if temperature == 1 else scaled.div_(temperature)
+    fresh, wide = logits.dtype.itemsize < 4, logits if logits.dtype == torch.float64 else logits.float()
+    scaled = wide if fresh else wide.clone() if temperature == 1 else wide / temperature
+    scaled = scaled.div_(temperature) if fresh and temperature != 1 else scaled
     return scaled if outside is None else scaled.masked_fill_(outside, -torch.inf)
 
 
@@ -182,7 +179,10 @@ def _gradient(
         assert grad_logprob is not None
         factor = grad_logprob[:, None]
     grad = p.mul_(factor.neg())
-    if grad_logprob is not None:
+    if grad_logprob is not None and torch.compiler.is_compiling():  # a scatter would end the fused kernel
+        here = torch.arange(grad.shape[1], device=grad.device) == targets[:, None]
+        grad = grad + torch.where(here, grad_logprob[:, None], 0.0)
+    elif grad_logprob is not None:
         grad.scatter_add_(-1, targets[:, None], grad_logprob[:, None])
     return (grad if temperature == 1 else grad.div_(temperature)).to(logits.dtype)
 

@@ -13,6 +13,7 @@ from asyncrlhf.actors.learner import LearnerSpec
 from asyncrlhf.actors.model_annotators import CriticSpec, ReferenceSpec
 from asyncrlhf.actors.worker import GeneratorSpec
 from asyncrlhf.cluster.handles import Runtime
+from asyncrlhf.cluster.one_gpu import beside_the_learner, learner_needs
 from asyncrlhf.cluster.placement import Plan, Specs, make_plan, parts_of
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.engines.generator_config import GeneratorConfig, replica_kinds
@@ -114,6 +115,8 @@ def build_runtime(config: RunConfig, run_dir: Path | None = None, workers: Worke
     """Build the parts' specs and the runtime that ``runtime`` names. ``run_dir``: the folder of checkpoints and of
     ranks' records. ``workers``: replacements of the real ones, for ``runtime=local``."""
     wanted = specs(config, wire_settings(config, run_dir))
+    if config.cluster.placement == "one_gpu":
+        wanted = beside_the_learner(wanted, learner_needs(config))
     if run_dir is not None and config.logging.rollout_tokens:
         folder, sampled = run_dir.resolve() / TOKENS_FOLDER, config.logging.rollout_tokens
         wanted = replace(wanted, learner=replace(wanted.learner, tokens_folder=folder, tokens_sampled=sampled))
@@ -137,8 +140,16 @@ def critic_spec(config: RunConfig, weights: WeightsConfig) -> CriticSpec | None:
     """The spec of critic workers; None if the learner computes values itself, or the algorithm has no critic."""
     if not config.critic_served:
         return None
-    precision, seconds = config.learner.mixed_precision, answer_seconds(config)
-    return CriticSpec(config.critic, config.model, precision, config.runtime, weights, seconds, config.max_restarts)
+    return CriticSpec(
+        config.critic,
+        config.model,
+        config.learner.mixed_precision,
+        config.runtime,
+        weights,
+        answer_seconds(config),
+        config.max_restarts,
+        config.learner.deterministic,
+    )
 
 
 def reference_spec(config: RunConfig) -> ReferenceSpec | None:
@@ -154,6 +165,7 @@ def reference_spec(config: RunConfig) -> ReferenceSpec | None:
         config.fusion.cache_tokens if config.reference_reads_ahead else 0,
         answer_seconds(config),
         config.max_restarts,
+        config.learner.deterministic,
     )
 
 

@@ -3,6 +3,7 @@
     separate    [learner-0][learner-1] | [generator-0][generator-1]                 rewards beside the generators
     interleave  [learner-0][learner-1] | [generator-0][generator-1] | [reward-0][reference-0][critic-0]
     flatten     [learner-0 + generator-0][learner-1 + generator-1]                  they take turns
+    one_gpu     [learner-0 + generator-0 + generator-1]                             all at the same time
 
 A bracket is a device: one GPU (a replica that spans several has as many), or on a CPU the threads of a part. Brackets
 of one side of a bar are kept off the nodes of the other sides where there are nodes enough. What holds for reward
@@ -190,7 +191,7 @@ def make_plan(placement: str, parts: Sequence[Part], nodes: int) -> Plan:
         return Plan("auto", loose={p.name: _loose(p) for p in parts})
     if placement == "flatten":
         return _flatten(parts)
-    return _apart(placement, parts)
+    return _one_gpu(parts) if placement == "one_gpu" else _apart(placement, parts)
 
 
 def add_replica(plan: Plan, part: Part) -> Plan:
@@ -255,6 +256,23 @@ def _apart(placement: str, parts: Sequence[Part]) -> Plan:
     return _seating(placement, groups, rewards)
 
 
+def _one_gpu(parts: Sequence[Part]) -> Plan:
+    """One GPU for the learner and all generators, by their shares of it; the other parts sit wherever Ray likes."""
+    tenants = [part for part in parts if part.kind in ("learner", "generator")]
+    labels: Mapping[str, str] = {}
+    for part in tenants:
+        labels = _both(labels, part.labels, "one_gpu")
+    groups = _groups(replace(part, labels=labels) for part in tenants)
+    if len(groups) > 1 or any(part.gpus <= 0 for part in tenants):
+        shares = ", ".join(f"{part.name} {part.gpus:g}" for part in tenants)
+        raise ConfigError(
+            f"cluster.placement=one_gpu deals out one GPU, and the shares of it are {shares}; allowed: learner.gpus "
+            "and generator.gpus over 0, at most 1 in the sum over all replicas."
+        )
+    others = {part.name: _loose(part) for part in parts if part not in tenants}
+    return Plan("one_gpu", tuple(groups), others)
+
+
 def _flatten(parts: Sequence[Part]) -> Plan:
     """Put the ranks on the generators' devices, one after another; remaining ranks get devices of their own."""
     wide = next((p for p in parts if p.gpus > 1 and p.workers == 1), None)
@@ -297,7 +315,7 @@ def _share(group: DeviceGroup, place: int, ranks: Sequence[Part]) -> set[str]:
     if not ranks:
         return set()
     others = {name for name, seat in group.seats.items() if place in seat.bundles}
-    group.labels = _both(group.labels, ranks[0].labels)
+    group.labels = _both(group.labels, ranks[0].labels, "flatten")
     bundle = group.bundles[place]
     gpus = bundle.get("GPU", 0.0)
     threads = [bundle.get("CPU", 0.0), *(rank.cpus for rank in ranks)]
@@ -313,13 +331,14 @@ def _share(group: DeviceGroup, place: int, ranks: Sequence[Part]) -> set[str]:
     return others
 
 
-def _both(one: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
+def _both(one: Mapping[str, str], other: Mapping[str, str], placement: str) -> dict[str, str]:
     """The labels of a node that both want."""
     for label in one.keys() & other.keys():
         if one[label] != other[label]:
             raise ConfigError(
-                f"cluster.placement=flatten puts learner and generators on the same devices, but cluster.node_labels "
-                f"wants {label}={other[label]} for the one and {one[label]} for the others; allowed: the same value."
+                f"cluster.placement={placement} puts learner and generators on the same devices, but "
+                f"cluster.node_labels wants {label}={other[label]} for the one and {one[label]} for the others; "
+                "allowed: the same value."
             )
     return {**one, **other}
 

@@ -33,7 +33,7 @@ from asyncrlhf.cluster.ray_records import RayRecords
 from asyncrlhf.config.environment_config import ClusterConfig, RayConfig
 from asyncrlhf.errors import ConfigError, ReplicaError
 from asyncrlhf.records.write.rollout_rows import RolloutRow
-from asyncrlhf.transport.build_transport import may_share_memory
+from asyncrlhf.transport.build_transport import mapped_transport
 from asyncrlhf.transport.protocol import LostReceiversError, replica_name, worker_name
 from asyncrlhf.types import Payload, Rollout
 
@@ -134,24 +134,40 @@ class RayRuntime(Runtime):
         if plan.sharing and self._specs.learner.offloads:
             await self._until_ready(first)
             self._specs, first = await first_turn(self.learner, self._specs, plan.sharing, plan.crowd), []
-        self.generators = [self._generator(spec) for spec in self._specs.generators]
-        parts = [*first, *self.rewards, *self.references, *self.critics, *self.episodes, *self.generators]
-        await self._until_ready(parts)
+        parts = [*first, *self.rewards, *self.references, *self.critics, *self.episodes]
+        if plan.placement == "one_gpu":
+            await self._start_in_line(parts)
+        else:
+            self.generators = [self._generator(spec) for spec in self._specs.generators]
+            await self._until_ready([*parts, *self.generators])
         if nodes > 1:
             await self._check_run_dir()
         await self._set_cores_aside()
         self._endpoint = await self.learner.listen()
 
+    async def _start_in_line(self, first: Sequence[Any]) -> None:
+        """On one GPU that all use at once: each engine measures the free memory when it starts, and must not take what
+        another part allocates meanwhile for its own."""
+        await self._until_ready(first)
+        for spec in self._specs.generators:
+            self.generators.append(self._generator(spec))
+            await self._until_ready(self.generators[-1:])
+
     def _choose_transport(self) -> None:
         """Memory of the learner that replicas map, where ``weights.transport`` allows it: on a Ray that other machines
-        may join, or with GPUs, only if it asks for it."""
+        may join, or with GPUs, only if it asks for it, or if ``cluster.placement`` puts all of them on one GPU."""
         learner = self._specs.learner
-        weights = learner.weights
-        if not may_share_memory(weights, sharded=learner.learner.sharded, adapter=learner.model.lora.r > 0):
+        alone = self._own_ray is not None and not self.plan.total("GPU")
+        kind = mapped_transport(
+            learner.weights,
+            sharded=learner.learner.sharded,
+            adapter=learner.model.lora.r > 0,
+            on_cpus=alone,
+            on_card=self.plan.placement == "one_gpu",
+        )
+        if not kind:
             return
-        if weights.transport == "auto" and (not self._own_ray or self.plan.total("GPU")):
-            return
-        self.maps, weights = True, replace(weights, transport="shared_memory")
+        self.maps, weights = True, replace(learner.weights, transport=kind)
         generators = [replace(spec, weights=weights) for spec in self._specs.generators]
         self._specs = replace(self._specs, generators=generators, learner=replace(learner, weights=weights))
 

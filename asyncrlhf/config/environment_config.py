@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncrlhf.validation import MONTH, check, check_choice, check_keywords, check_settings, setting
 
-PLACEMENTS = ("auto", "flatten", "interleave", "separate")
+PLACEMENTS = ("auto", "flatten", "interleave", "one_gpu", "separate")
 WANDB_MODES = ("offline", "online", "disabled")
 SINKS = ("wandb", "tensorboard", "mlflow")
 KINDS = ("learner", "generator", "reward", "reference", "critic")  # of parts
@@ -27,7 +27,8 @@ class ClusterConfig:
     placement: str = setting(
         "auto",
         "Learner and generators on separate devices (separate), the reward workers too (interleave), or learner and "
-        "generators in turns on the same devices (flatten); auto: Ray decides on a single node, else separate.",
+        "generators in turns on the same devices (flatten) or at the same time on one GPU (one_gpu); auto: Ray decides "
+        "on a single node, else separate.",
         choices=PLACEMENTS,
     )
     offload: bool | None = setting(

@@ -379,17 +379,59 @@ KEEPS_MEMORY = (
 def check_sharing(config: RunConfig) -> None:
     """Raise ConfigError for the first disagreement."""
     _check_offload(config)
+    _check_one_gpu(config)
     _check_ipc(config)
 
 
-def _check_ipc(config: RunConfig) -> None:
+def _gpus(config: RunConfig) -> tuple[float, float, bool]:
+    """The GPUs of the learner, those of all replicas, and whether every part has some."""
     kinds = [kind.config for kind in replica_kinds(config.generator)]
-    one = sum(max(kind.replicas, kind.max_replicas) * kind.gpus for kind in kinds) <= 1 and config.learner.ranks == 1
-    on_gpu = config.learner.gpus > 0 and all(kind.gpus > 0 for kind in kinds)
+    generators = sum(max(kind.replicas, kind.max_replicas) * kind.gpus for kind in kinds)
+    least = min(config.learner.gpus, *(kind.gpus for kind in kinds))
+    return config.learner.gpus * config.learner.ranks, generators, least > 0
+
+
+def _check_one_gpu(config: RunConfig) -> None:
+    if config.cluster.placement != "one_gpu":
+        return
+    own = config.learner
+    learner, generators, on_gpu = _gpus(config)
     check(
-        config.weights.transport != "cuda_ipc" or (config.cluster.placement == "flatten" and one and on_gpu),
+        on_gpu and learner + generators <= 1 + 1e-6 and own.ranks == 1,
+        f"cluster.placement=one_gpu deals out one GPU, and learner.gpus={own.gpus:g} for learner.ranks={own.ranks} and "
+        f"{generators:g} for all replicas together are no shares of it; allowed: learner.ranks=1, and learner.gpus and "
+        "every replica's generator.gpus over 0, at most 1 in the sum.",
+    )
+    check(
+        all(kind.config.max_replicas <= kind.config.replicas for kind in replica_kinds(config.generator)),
+        "cluster.placement=one_gpu has no further GPU that replicas could join on; allowed: max_replicas=0.",
+    )
+    services = {"reward": config.reward.gpus, "reference": config.reference.gpus, "critic": config.critic.gpus}
+    taken = ", ".join(f"{name}.gpus={gpus:g}" for name, gpus in services.items() if gpus)
+    check(
+        not taken,
+        f"cluster.placement=one_gpu divides the memory of one GPU between learner and generators, not with {taken}; "
+        "allowed: gpus=0 there, or learner and generators by cluster.placement=separate.",
+    )
+
+
+def _check_ipc(config: RunConfig) -> None:
+    if config.weights.transport != "cuda_ipc":
+        return
+    learner, generators, on_gpu = _gpus(config)
+    # Without a plan Ray packs shares of a GPU onto one of this machine, but maybe not onto one of a cluster.
+    shares = config.cluster.placement == "auto" and not config.ray.cluster and learner + generators <= 1 + 1e-6
+    together = config.cluster.placement in ("flatten", "one_gpu") or shares
+    check(
+        together and on_gpu and generators <= 1 and config.learner.ranks == 1,
         "weights.transport=cuda_ipc hands over memory of one GPU that learner and generators share; allowed: "
-        "cluster.placement=flatten with learner.ranks=1, learner.gpus over 0, and generators on one GPU together.",
+        "cluster=one_gpu, or cluster=flatten, with learner.ranks=1, learner.gpus over 0, and generators on one GPU "
+        "together.",
+    )
+    check(
+        not (config.model.lora.r or config.weights.delta or config.learner.sharded),
+        "weights.transport=cuda_ipc hands over whole weights, where model.lora.r, weights.delta and sharded learners "
+        "send parts of them; allowed: weights.transport=collective.",
     )
 
 
@@ -402,8 +444,8 @@ def _check_offload(config: RunConfig) -> None:
         return
     check(
         config.cluster.placement == "flatten",
-        f"cluster.offload=true frees devices that learner and generators share, and under "
-        f"cluster.placement={config.cluster.placement} they share none; allowed: cluster.placement=flatten.",
+        f"cluster.offload=true frees devices that learner and generators use in turns, and under "
+        f"cluster.placement={config.cluster.placement} they do not; allowed: cluster.placement=flatten.",
     )
     check(
         config.learner.backend == "torch",

@@ -62,6 +62,7 @@ CHECKS = (
     _model("20m", quick=True),
     _hf("hf sync", "the loop in turns on one GPU", *SHARED, "async=sync"),
     _hf("hf async", "both sides at once on one GPU", *SHARED, "async=async"),
+    _hf("hf one gpu", "the same by CUDA IPC", *SHARED, "cluster=one_gpu", "async=async"),
     _hf("hf flatten", "learner and hf engine in turns on one GPU, each asleep in between", *HF, "cluster=flatten"),
     _step("0.7m", 16384, 128, "the same step where kernels are too small for the GPU"),
     _step("1.5b", 8192, 8, "the same step at 1.5 billion parameters"),
@@ -70,6 +71,10 @@ CHECKS = (
     _vllm(
         "flatten ipc", "the same by CUDA IPC, vLLM without weights in its sleep", 1, "cluster=flatten",
         "weights.transport=cuda_ipc", "generator.vllm.sleep_level=2",
+    ),
+    _vllm(
+        "one gpu", "both at once on one GPU, weights by CUDA IPC", 1, "cluster=one_gpu", "learner.gpus=0.5",
+        "generator.gpus=0.5", "async=async",
     ),
     Check("broadcast", "NCCL between two GPUs", 2, words=("broadcast", "cuda", str(BROADCAST_BYTES))),
     _vllm("sync", "the loop in turns, with NCCL", 2, "async=sync"),

@@ -4,7 +4,8 @@ to a loss), ``model`` (the policy's passes), ``attention``, ``updates`` (from gr
 """
 
 DOORS = (
-    "asleep", "attention.attention", "attention.tiles", "model.forward", "model.inputs", "model.model_pass", "ranks",
-    "settings.algorithm", "settings.learner_config", "settings.model_fits", "state.checkpoint", "step.companions",
-    "step.plan", "step.token_facts", "step.user_loss", "torch_backend", "updates.optimizers",
+    "asleep", "attention.attention", "attention.tiles", "deterministic", "model.forward", "model.inputs",
+    "model.model_pass", "ranks", "settings.algorithm", "settings.learner_config", "settings.model_fits",
+    "state.checkpoint", "step.companions", "step.plan", "step.token_facts", "step.user_loss", "torch_backend",
+    "updates.optimizers",
 )  # fmt: skip

@@ -4,50 +4,34 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from torch import nn
 
 from asyncrlhf.algorithms.aggregate import normaliser_count
 from asyncrlhf.algorithms.weights import sqrt_ess_factor
-from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
-from asyncrlhf.models.copies import to_device
-from asyncrlhf.learner.model.forward import use_float32_head
-from asyncrlhf.learner.model.halves import Halves, lower
-from asyncrlhf.learner.model.model_pass import checkpoint_layers, compile_layers, trunk_of
-from asyncrlhf.learner.model.pipeline import Stage
-from asyncrlhf.learner.model.sequence import ContextParallel
-from asyncrlhf.learner.model.ulysses import Ulysses
-from asyncrlhf.learner.ranks import all_gather, all_sum, barrier, deal_out, gathered, peers_along
+from asyncrlhf.errors import AsyncRLHFError, CheckpointError
+from asyncrlhf.learner.rank_models import RankModels
+from asyncrlhf.learner.ranks import all_gather, all_sum, barrier, gathered
 from asyncrlhf.learner.settings.learner_config import MOST_SKIPPED, VALUE_COEF, BackendSpec, StepResult
 from asyncrlhf.learner.state import checkpoint
 from asyncrlhf.learner.state.state_writer import StateWriter
-from asyncrlhf.learner.step.companions import ValueModel, follow, frozen_copy, frozen_reference
+from asyncrlhf.learner.step.companions import follow
 from asyncrlhf.learner.step.loss import MicrobatchLosses, critic_loss
 from asyncrlhf.learner.step.metrics import figures, step_statistics
-from asyncrlhf.learner.step.passes import ForwardPasses
 from asyncrlhf.learner.step.plan import Microbatch, ResponseTokens, StepPlan, plan_step
-from asyncrlhf.learner.step.routing_replay import RoutingReplay
 from asyncrlhf.learner.step.targets import fill, fills, needs_policy, sequence_ess_fraction, set_targets
-from asyncrlhf.learner.step.wall import check_branches, check_shards, learner_policy, unlike_autocast
-from asyncrlhf.learner.updates.deepspeed_updater import DeepSpeedUpdater
-from asyncrlhf.learner.updates.fsdp_updater import FsdpUpdater
-from asyncrlhf.learner.updates.pipeline_updater import PipelineUpdater
-from asyncrlhf.learner.updates.updaters import TorchUpdater, Updater, schedule_factor
-from asyncrlhf.models.adapter import trained_tensors
-from asyncrlhf.models.plain_pass import probe_texts
-from asyncrlhf.models.weight_files import WeightFiles
-from asyncrlhf.types import FloatArray, TrainBatch
-
-UPDATERS: dict[str, type[Updater]] = {"torch": TorchUpdater, "deepspeed": DeepSpeedUpdater}
+from asyncrlhf.learner.step.wall import check_branches
+from asyncrlhf.learner.updates.updaters import schedule_factor
+from asyncrlhf.models.copies import to_device
+from asyncrlhf.types import TrainBatch
 
 
-class TorchBackend:
+class TorchBackend(RankModels):
     """One rank of the learner group. Every method is called on all ranks together, ``score`` only with ``shards``.
 
     Trains ``model`` in place: float32 master weights, packed forward passes, exact gradients.
@@ -56,106 +40,19 @@ class TorchBackend:
     every normaliser is counted over all of them first, and what an algorithm must know of the whole update is collected
     first (``targets.fill``). Sequences that cannot have a gradient (groups without reward spread, losers without a
     pair) count in the normaliser and the metrics, but have no backward pass.
-
-    Args:
-        model: a loaded causal language model; it becomes float32 and moves to ``device``.
-        reference: the frozen policy of the KL or of a head; needed when ``algorithm.needs_reference``, unless its
-            log-probs are served.
-        files: of the weights of both, whose parameters are then on the device ``meta``
-            (``LearnerConfig.in_rows``, see ``data.weight_files.load_blank``).
-        rank, ranks: with ``ranks > 1`` torch.distributed must have been initialised, see ``init_process_group``.
     """
 
-    def __init__(
-        self,
-        model: transformers.PreTrainedModel,
-        spec: BackendSpec,
-        *,
-        reference: transformers.PreTrainedModel | None = None,
-        files: WeightFiles | None = None,
-        rank: int = 0,
-        ranks: int = 1,
-        device: str | torch.device = "cpu",
-    ) -> None:
-        config, algorithm = spec.learner, spec.algorithm
-        if algorithm.needs_reference and reference is None and not spec.reference_served:
-            what = f"anchor={algorithm.anchor}" if algorithm.kl == "none" else f"kl={algorithm.kl}"
-            raise ConfigError(f"algorithm.{what} needs a reference model, and the learner was given none.")
-        self.config, self.algorithm, self.steps = config, algorithm, spec.steps
-        self.rank, self.ranks, self.device = rank, ranks, torch.device(device)
-        self._peers, self.share_peers = deal_out(rank, ranks, ranks // config.shares)
-        self.temperature = spec.temperature or 1.0
+    def __init__(self, model: transformers.PreTrainedModel, spec: BackendSpec, **options: Any) -> None:
+        """As of :class:`RankModels`."""
+        super().__init__(model, spec, **options)
+        self.steps = spec.steps
         self.constant_length = float(spec.max_completion_length) if spec.max_completion_length else None
-        self._losses = MicrobatchLosses(algorithm)
-        self.model = model.float().eval()
-        if config.float32_head:
-            use_float32_head(self.model)
-        if not config.sharded:  # the updater moves each part to the device as it partitions it
-            nn.Module.to(self.model, self.device)
-        texts = probe_texts(self.model)  # while it is whole
-        self.policy, self.note = learner_policy(self.model, config, algorithm)
-        self.policy.entropy_trains = algorithm.entropy_coef > 0 or bool(algorithm.loss.target)
-        by_autocast = config.mixed_precision == "float16"
-        if config.mixed_precision == "bfloat16" and (unlike := unlike_autocast(self.policy, torch.bfloat16)):
-            by_autocast = True
-            self.note += f" The passes cast float32 weights again and again, by autocast: in bfloat16 {unlike}."
-        # Ranks that gather a sharded model's weights in each call of it must call it equally often.
-        self._token_budget = 1 if config.sharded and not self.policy.packing else config.token_budget
-        self.critic = ValueModel(self.model) if algorithm.needs_critic else None
-        self.ema = frozen_copy(self.policy, self.device) if algorithm.anchor == "ema" else None
-        if config.gradient_checkpointing:
-            for trunk in (self.model, *(() if self.critic is None else (self.critic.trunk,))):
-                checkpoint_layers(trunk)
-        if config.compile:
-            compile_layers(self.model)
-            self.policy.compiled = True
-        self.replay = RoutingReplay(self.model) if config.routing_replay else None
-        kind = FsdpUpdater if config.in_rows else UPDATERS[config.backend]
-        kind = PipelineUpdater if config.pipeline_parallel_size > 1 else kind
-        self.updater = kind(config, self.model, self.policy, self.critic, self.device, ranks, files)
-        self.shards = self.updater.shards  # how to read the policy's tensors where no rank holds them whole; else None
-        if (size := config.sequence_parallel_size * config.context_parallel_size) > 1:  # one of them is 1
-            ring = config.context_parallel_size > 1
-            peers = peers_along(rank, ranks, size, config.tensor_parallel_size * config.expert_parallel_size)
-            split = ContextParallel(peers) if ring else Ulysses(self.model, peers)
-            for module in (self.policy, self.critic, self.ema if ring else None):
-                if module is not None:
-                    module.sequence = split
-        self.reference = None
-        if reference is not None and algorithm.needs_reference:
-            self.reference = self.updater.frozen(frozen_reference(reference, config, self.device, self.policy))
-        for part in (self.updater.policy, self.reference) if by_autocast else ():
-            if isinstance(part, Stage):
-                part.autocast = torch.bfloat16
-        halved = config.mixed_precision == "bfloat16" and not by_autocast
-        self.halves = self._halved(torch.bfloat16) if halved else []
-        self._passes = ForwardPasses(self.updater, self.temperature, config.mixed_precision, by_autocast, self.device)
-        if self.shards is not None:
-            check_shards(self._passes, self.updater.policy, texts, self._token_budget)
+        self._losses = MicrobatchLosses(spec.algorithm)
         self.writer = StateWriter(self.device)  # of checkpoints
         self.policy_version = 0  # completed learner steps
         self._skipped_in_a_row = 0
         self._critic_served = spec.critic_served
         self.observe: Callable[[StepPlan], None] = lambda plan: None  # what the step knew, once its updates are made
-
-    def _halved(self, dtype: torch.dtype) -> list[Halves]:
-        """Let the passes see weights in ``dtype`` where the layout does not cast them itself."""
-        config = self.config
-        seen: list[Any] = [self.ema.model] if self.ema is not None else []
-        if not config.casts_weights:
-            seen += [self.policy.model, *([] if self.critic is None else [self.critic])]
-        if self.reference is not None and not config.in_rows and config.zero_stage < 3:
-            lower(self.reference, dtype)
-        return [Halves(module, getattr(module, "trunk", None) or trunk_of(module), dtype) for module in seen]
-
-    def parameters(self) -> Mapping[str, torch.Tensor]:
-        """As :meth:`Updater.parameters`."""
-        return self.updater.parameters()
-
-    def critic_parameters(self) -> Mapping[str, torch.Tensor]:
-        """The critic's trained tensors by name, for a critic service; empty without a critic. Whole only where
-        the learner is not sharded."""
-        return {} if self.critic is None else trained_tensors(self.critic)
 
     def train_step(self, batch: TrainBatch) -> StepResult:
         """One learner step on this rank's whole groups (``data.packing.share_out``); an empty share is allowed. Ranks
@@ -199,12 +96,6 @@ class TorchBackend:
         self.observe(plan)
         self._guard(skipped == len(norms))
         return StepResult(metrics, skipped=skipped == len(norms), seconds=time.perf_counter() - started)
-
-    def score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:
-        """Log-probs of each token given those before it, at temperature 1, not at the learner's; [len-1] per text. All
-        texts pass together, as in a step, so that a text that others change is found by comparing."""
-        policy = self.policy.alone if self.shards is None else self.updater.policy
-        return self._passes.score(policy, token_ids, self._token_budget)
 
     def save(self, folder: Path) -> None:
         """:meth:`begin_save`, and wait until all ranks have written."""

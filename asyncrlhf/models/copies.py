@@ -18,7 +18,7 @@ def all_to_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list
     """Host tensors of any types on ``device``, by one copy as :func:`to_device`'s; themselves on a CPU."""
     if device.type == "cpu":
         return list(tensors)
-    sizes = [-(-tensor.nbytes // 16) * 16 for tensor in tensors]  # of one type each, which must not start amid another's
+    sizes = [-(-tensor.nbytes // 16) * 16 for tensor in tensors]  # a type starts at a multiple of its size
     whole = b"".join(t.numpy().tobytes().ljust(size, b"\0") for t, size in zip(tensors, sizes, strict=True))
     parts = to_device(torch.frombuffer(bytearray(whole), dtype=torch.uint8), device).split(sizes)
     return [part[: t.nbytes].view(t.dtype).view(t.shape) for part, t in zip(parts, tensors, strict=True)]

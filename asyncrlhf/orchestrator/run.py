@@ -42,6 +42,7 @@ from asyncrlhf.orchestrator.start.preflight import (
     check_penalties,
     check_places,
     check_truncation,
+    gpu_notes,
     slow_formats,
 )
 from asyncrlhf.readahead.outlook import fusion_in_force
@@ -118,7 +119,7 @@ def prepare(config: RunConfig) -> Prepared:
     saved, origin = whole or (None, find_origin(config, run_dir, None))
     config, notes = fusion_in_force(config, tokenizer)
     notes = [*passed_over, *told, *unused_settings(config), *slow_formats(config), *notes, *service_notes(config)]
-    notes += checkpoint_notes(config.model, tokenizer)
+    notes += [*gpu_notes(config), *checkpoint_notes(config.model, tokenizer)]
     notes += filter(None, [origin.said])
     return Prepared(config, run_dir, tokenizer, task, sampling, saved, notes, origin)
 

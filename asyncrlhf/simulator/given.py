@@ -26,7 +26,7 @@ from asyncrlhf.records.read.cut_short import cut_lengths
 from asyncrlhf.records.read.settings import recorded_settings
 from asyncrlhf.records.write.recorder import METRICS_FILE
 from asyncrlhf.simulator.cost_world import Cores
-from asyncrlhf.transport.build_transport import may_share_memory
+from asyncrlhf.transport.build_transport import mapped_transport
 from asyncrlhf.validation import check
 
 
@@ -92,7 +92,8 @@ def sharing(config: RunConfig, costs: Any, cores: int) -> dict[str, Any]:
     if shared is not None:  # half of them remain: what uses more is outside this container
         shared = replace(shared, shared=max(shared.shared / 2, shared.shared - costs.others), cold=costs.cold)
     learner, adapter = config.learner, config.model.lora.r > 0
-    maps = not config.ray.cluster and may_share_memory(config.weights, sharded=learner.sharded, adapter=adapter)
+    mapped = mapped_transport(config.weights, sharded=learner.sharded, adapter=adapter, on_cpus=True, on_card=False)
+    maps = not config.ray.cluster and bool(mapped)
     return {"cores": shared, "linger": GeneratorActor.result_seconds(replicas), "maps": maps}
 
 

@@ -44,11 +44,18 @@ def streams(config: WeightsConfig, runtime: str) -> bool:
     return resolve_transport(config, runtime) in ("collective", "shared_memory") and not config.delta
 
 
-def may_share_memory(config: WeightsConfig, *, sharded: bool, adapter: bool) -> bool:
-    """Whether receivers on the learner's machine may load straight from its memory: whole versions of weights that one
-    rank holds whole, not an ``adapter``, of which an engine keeps a copy."""
-    asked = config.transport in ("auto", "shared_memory") and hasattr(os, "memfd_create")
-    return asked and not (sharded or adapter or config.delta)
+def mapped_transport(config: WeightsConfig, *, sharded: bool, adapter: bool, on_cpus: bool, on_card: bool) -> str:
+    """The transport by which receivers load straight from the learner's memory; empty if they do not: only whole
+    versions of weights that one rank holds whole, not an ``adapter``, of which an engine keeps a copy.
+
+    ``on_cpus``, ``on_card``: learner and generators are certain to compute on the CPUs of one machine, or on one GPU.
+    """
+    if sharded or adapter or config.delta:
+        return ""
+    if config.transport == "cuda_ipc" or (config.transport == "auto" and on_card):
+        return "cuda_ipc"
+    maps = config.transport == "shared_memory" or (config.transport == "auto" and on_cpus)
+    return "shared_memory" if maps and hasattr(os, "memfd_create") else ""
 
 
 def lay_out(config: WeightsConfig, params: Mapping[str, torch.Tensor]) -> WeightManifest:
@@ -75,7 +82,7 @@ def build_sender(config: WeightsConfig, runtime: str, params: Mapping[str, torch
     if kind == "shared_memory":
         return SharedMemorySender(manifest, wire)
     if kind == "cuda_ipc":
-        return CudaIpcSender(manifest, "cuda", wire)
+        return CudaIpcSender(manifest, device, wire)
     if kind == "object_store":
         return ObjectStoreSender(manifest, wire, sharded)
     if kind == "disk":

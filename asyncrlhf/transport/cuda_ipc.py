@@ -1,10 +1,11 @@
 """Transport between processes that share one GPU: the snapshot is in the learner's memory there, receivers open it by
-CUDA IPC handles, as vLLM's own ``ipc`` engine does; nothing is sent."""
+CUDA IPC handles, as vLLM's own ``ipc`` engine does, and their engines copy it on the device; nothing is sent."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,25 +37,44 @@ def card(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
+def finish(device: torch.device) -> None:
+    """Wait until the GPU has done all that this process has asked of it."""
+    torch.cuda.synchronize(device)
+
+
+@contextmanager
+def _sharing(who: str) -> Iterator[None]:
+    """CUDA's error as one sentence: some containers and systems cannot share memory of a GPU between processes."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise WeightSyncError(
+            f"{who} by CUDA IPC ({reason}); allowed on this machine: weights.transport=collective."
+        ) from error
+
+
 class CudaIpcSender(MappedSender):
     """A ticket names the GPU and carries a handle for each bucket, made once."""
 
     def __init__(self, manifest: WeightManifest, device: torch.device | str, wire: Wire | None = None) -> None:
         super().__init__(manifest, device, wire)
         self._name, self._card = secrets.token_hex(8), card(torch.device(device))
-        self._handles = tuple(export_bucket(bucket) for bucket in self.buckets.tensors)
+        with _sharing("The learner cannot offer its weights"):
+            self._handles = tuple(export_bucket(bucket) for bucket in self.buckets.tensors)
 
     def _refs(self, version: int) -> tuple[Any, ...]:
         return self._name, self._card, self._handles
 
 
 class CudaIpcReceiver(MappedReceiver):
-    """Opens the sender's memory on the GPU; stages nothing: the engine loads from there."""
+    """Opens the sender's memory on the GPU; stages nothing: the engine loads from there. Raises WeightSyncError on
+    another GPU."""
 
-    def receive(self, ticket: Ticket) -> Mapping[str, torch.Tensor]:
-        """Views on the sender's memory, valid until its next snapshot, which the learner makes after all have loaded.
-        Raises WeightSyncError on another GPU, or for a wrong checksum."""
-        return {name: tensor for views in self.stream(ticket) for name, tensor in views.items()}
+    def loaded(self) -> None:
+        """An engine's copies may still be queued on the GPU when its load returns, and the sender, another process,
+        overwrites their source after the last receiver's answer."""
+        finish(self._device)
 
     def _open(self, ticket: Ticket) -> list[torch.Tensor]:
         _, theirs, handles = ticket.refs
@@ -64,4 +84,5 @@ class CudaIpcReceiver(MappedReceiver):
                 f"{self._staged.name} works on GPU {own}, the learner on {theirs}; weights.transport=cuda_ipc "
                 "needs both on one."
             )
-        return [open_bucket(handle, self._device) for handle in handles]
+        with _sharing(f"{self._staged.name} cannot open the learner's weights"):
+            return [open_bucket(handle, self._device) for handle in handles]

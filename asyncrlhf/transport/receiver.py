@@ -116,6 +116,9 @@ class WeightReceiver:
         receiver's membership."""
         raise NotImplementedError
 
+    def loaded(self) -> None:
+        """The engine has been given a version to load; returns when it no longer reads what this receiver yielded."""
+
     def _fetch(self, ticket: Ticket, staging: FlatBuckets, wanted: list[int]) -> None:
         """Fill the buckets ``wanted``."""
         raise NotImplementedError

@@ -128,6 +128,8 @@ class ShardSnapshot(ShardedParams):
 
         Raises LearnerLostError if a rank does not answer in time or holds other parts.
         """
+        if self._stream is not None:  # the present stream may still zero the room, or use what was in its memory before
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with self._held, self._own_stream():
             if self._taken >= NONE:
                 raise LearnerLostError("Learner rank 0 has no weights to send: its copy failed, or it is closing.")

@@ -57,6 +57,7 @@ class MappedReceiver(WeightReceiver):
 
     def _buckets(self, ticket: Ticket) -> list[torch.Tensor]:
         if self._opened is None or self._opened[0] != ticket.refs[0]:
+            self._opened = None  # the memory of a learner that ended is freed before another's is opened
             self._opened = ticket.refs[0], self._open(ticket)
         return self._opened[1]
 

@@ -45,8 +45,8 @@ class WeightsConfig:
         "auto",
         "How weights are sent: over a separate process group (collective), memory mapped by all processes of one "
         "machine (shared_memory), memory of the one GPU that all share (cuda_ipc), Ray's object store, files "
-        "(disk), or within one process (local); auto with Ray: shared_memory if the run starts it, all parts run on "
-        "CPUs and one rank holds the weights whole, else collective.",
+        "(disk), or within one process (local); auto with Ray, if one rank holds the weights whole: cuda_ipc under "
+        "cluster=one_gpu, shared_memory if the run starts Ray and all parts run on CPUs; else collective.",
         choices=TRANSPORTS,
     )
     publish_every: int = setting(1, "Learner steps between two publishes; they add to staleness.", low=1)

@@ -17,11 +17,12 @@ from asyncrlhf.algorithms.logprobs import token_logprobs
 from asyncrlhf.data.packing import select
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner.model import forward
+from asyncrlhf.learner.rank_models import UPDATERS
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
 from asyncrlhf.learner.settings.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.step.companions import ServedCritic
 from asyncrlhf.learner.step.plan import plan_step
-from asyncrlhf.learner.torch_backend import UPDATERS, TorchBackend
+from asyncrlhf.learner.torch_backend import TorchBackend
 from tests.numeric import FLOAT32, assert_close
 from tests.unit.learner.worlds import VOCABULARY, llama, random_batch, samples
 

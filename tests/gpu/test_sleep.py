@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from asyncrlhf.engines.engine import Engine, named_weights
 from asyncrlhf.engines.generator_config import GeneratorConfig, VllmConfig
 from asyncrlhf.engines.hf.hf_engine import HFEngine
 from asyncrlhf.learner.asleep import RankSleep
+from asyncrlhf.learner.deterministic import deterministic
 from asyncrlhf.learner.settings.learner_config import LearnerConfig
 from asyncrlhf.models.pretrained import load_model
 from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams
@@ -65,17 +67,31 @@ def test_a_sleeping_engine_frees_the_device_and_goes_on(kind: str) -> None:
     engine.close()
 
 
-def test_a_sleeping_learner_frees_the_device_and_goes_on() -> None:
-    weights = []
-    for sleeps in (False, True):
-        rank = backend(learner=LearnerConfig(learning_rate=1e-2, gpus=1), model=llama(hidden_size=512), device="cuda")
+def weights_after(steps: int, sleeps: bool, repeatable: bool) -> torch.Tensor:
+    """All weights after some learner steps; ``sleeps``: between them, with nothing left on the device."""
+    with deterministic(repeatable):
+        config = LearnerConfig(learning_rate=1e-2, gpus=1, deterministic=repeatable)
+        rank = backend(learner=config, model=llama(hidden_size=512), device="cuda")
         sleeper = RankSleep(rank)
-        for seed in range(3):
+        for seed in range(steps):
             rank.train_step(random_batch(seed=seed))
             if sleeps:
                 awake = used()
                 sleeper.sleep()
                 assert sleeper._offload.resident_bytes(sleeper._tensors()) == 0 and used() < awake
                 sleeper.wake()
-        weights.append({name: tensor.cpu() for name, tensor in rank.parameters().items()})
-    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+        return torch.cat([tensor.detach().flatten().cpu() for tensor in rank.parameters().values()])
+
+
+def test_a_sleeping_learner_frees_the_device_and_goes_on() -> None:
+    awake, again, slept = (weights_after(3, sleeps, repeatable=True) for sleeps in (False, False, True))
+    assert torch.equal(awake, again), "learner.deterministic does not keep what it promises"
+    assert torch.equal(awake, slept)
+
+
+def test_without_determinism_sleep_changes_no_more_than_another_run_does() -> None:
+    """The sleeping run is as near to a run without sleep as these are to each other."""
+    plain = [weights_after(3, sleeps=False, repeatable=False) for _ in range(4)]
+    slept = weights_after(3, sleeps=True, repeatable=False)
+    widest = max(float((a - b).abs().max()) for a, b in itertools.combinations(plain, 2))
+    assert min(float((slept - other).abs().max()) for other in plain) <= widest

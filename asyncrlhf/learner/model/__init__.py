@@ -3,5 +3,5 @@ on several ranks.
 """
 
 DOORS = (
-    "forward", "inputs", "loading", "model_pass", "pipeline", "sequence", "tensor_parallel", "ulysses",
+    "forward", "halves", "inputs", "loading", "model_pass", "pipeline", "sequence", "tensor_parallel", "ulysses",
 )  # fmt: skip

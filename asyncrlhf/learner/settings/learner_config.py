@@ -170,6 +170,11 @@ class LearnerConfig:
         "Mixtures of experts: each token passes the experts that the generator chose for it; else those that the "
         "present weights choose.",
     )
+    deterministic: bool = setting(
+        False,
+        "The passes and updates of the policy, the reference and the critic use only algorithms that give the same "
+        "bits again on the same GPU; slower.",
+    )
     virtual_step_seconds: float = setting(
         0.1, "runtime=local: seconds that one learner step costs on the virtual clock.", low=0, high=DAY
     )

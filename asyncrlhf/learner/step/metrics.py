@@ -22,8 +22,9 @@ from asyncrlhf.algorithms.diagnostics import (
 from asyncrlhf.algorithms.kl import kl_estimate
 from asyncrlhf.algorithms.statistics import Mean, Spread, Total, together
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
-from asyncrlhf.learner.step.plan import StepPlan, flat_groups, invalid_behavior
+from asyncrlhf.learner.step.plan import StepPlan, invalid_behavior
 from asyncrlhf.learner.step.targets import correction_weight
+from asyncrlhf.learner.step.without_gradient import flat_groups
 
 
 def figures(parts: Iterable[Found]) -> dict[str, float]:

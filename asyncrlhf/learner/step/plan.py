@@ -9,15 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrlhf.algorithms.heads import pair
-from asyncrlhf.algorithms.masked import group_reduce
 from asyncrlhf.data.branches import pass_lengths
 from asyncrlhf.data.packing import microbatch_indices, minibatch_indices, select, sequence_lengths
-from asyncrlhf.models.copies import to_device, to_host
 from asyncrlhf.learner.model.forward import TokenFacts
 from asyncrlhf.learner.model.inputs import PackedInputs
-from asyncrlhf.learner.settings.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
-from asyncrlhf.learner.step.segments import flat_turns
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.step.without_gradient import zero_gradient_sequences
+from asyncrlhf.models.copies import to_device, to_host
 from asyncrlhf.types import IntArray, TrainBatch
 
 
@@ -172,31 +170,6 @@ def plan_step(
         first = last
     host = _response_tokens(ordered, ends, version)
     return StepPlan(ordered, host.on(device), tuple(tuple(part) for part in minibatches), host)
-
-
-def zero_gradient_sequences(batch: TrainBatch, config: AlgorithmConfig) -> np.ndarray:
-    """Sequences [N] whose loss has no gradient for any policy, such as those of groups without reward spread."""
-    none = np.zeros(batch.num_sequences, dtype=np.bool_)
-    others = config.kl != "none" or config.whiten or config.entropy_coef > 0 or bool(config.loss.target)
-    if others or batch.num_sequences == 0:
-        return none
-    if config.head == "pair":
-        # Only the rewards decide which rollouts form a pair and which is best.
-        rewards, group_ids = torch.from_numpy(batch.rewards), torch.from_numpy(batch.group_ids)
-        chosen, _ = pair(torch.zeros_like(rewards), rewards, group_ids, beta=config.beta, kind=config.pair_loss)
-        return (chosen == 0).numpy()
-    relative = config.advantage in GROUP_ADVANTAGES and config.advantage_shift == 0
-    if config.head == "policy" and (relative or config.advantage == "raw"):
-        if config.credit == "turn":
-            return flat_turns(batch, gamma=config.gamma, relative=relative)
-        return flat_groups(batch) if relative else batch.rewards == 0
-    return none
-
-
-def flat_groups(batch: TrainBatch) -> np.ndarray:
-    """Sequences [N] whose group has one and the same reward throughout."""
-    rewards, group_ids = torch.from_numpy(batch.rewards), torch.from_numpy(batch.group_ids)
-    return (group_reduce(rewards, group_ids, "amin") == group_reduce(rewards, group_ids, "amax")).numpy()
 
 
 def invalid_behavior(batch: TrainBatch) -> np.ndarray:

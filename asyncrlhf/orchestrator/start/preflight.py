@@ -9,10 +9,12 @@ from pathlib import Path
 import torch
 
 from asyncrlhf.cluster.nodes import shortage, this_machine
-from asyncrlhf.cluster.parts import placement_plan
+from asyncrlhf.cluster.one_gpu import beside_the_learner, learner_needs, said_of_memory
+from asyncrlhf.cluster.parts import placement_plan, specs
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.number_formats import cpu_has_bfloat16
 from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig, replica_kinds
+from asyncrlhf.engines.vllm.memory_share import blank_model
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.write.attempts import ATTEMPTS_FILE
 from asyncrlhf.records.write.checkpoint import FOLDER
@@ -28,6 +30,8 @@ from asyncrlhf.validation import check, check_versions
 ERROR_FILE = "error.txt"
 FILES = (CONFIG_FILE, METRICS_FILE, JOURNAL_FILE, STATUS_FILE, SUMMARY_FILE, ERROR_FILE, ATTEMPTS_FILE, LOCK_FILE)
 FOLDERS = (FOLDER, ROLLOUTS_FOLDER, SPANS_FOLDER, TOKENS_FOLDER, "weights", "report", "wandb", "tensorboard")
+# One measurement: the default run, of 0.7M parameters, made 2,385 tokens/s on an H200 and 5,480 on that machine's CPUs.
+SMALL_MODEL = 10_000_000  # parameters; up to this many CPUs are said to be faster
 # Fields of vLLM's SamplingParams that leave every token a positive probability.
 WEIGHABLE = ("frequency_penalty", "presence_penalty")
 
@@ -85,6 +89,29 @@ def slow_formats(config: RunConfig) -> list[str]:
     said = " and ".join(f"{name}=bfloat16" for name in dict.fromkeys(slow))
     note = f"{said}: this CPU has no instructions for bfloat16; products take many times as long as in float32."
     return [note] if said else []
+
+
+def gpu_notes(config: RunConfig) -> list[str]:
+    """What a user of this machine's GPU should know: who may take what of its memory, or that it is not used. Raises
+    ConfigError if the memory cannot suffice."""
+    found = 0 if config.ray.cluster else torch.cuda.device_count()
+    if not found:
+        return []
+    if config.cluster.placement == "one_gpu":
+        needs = learner_needs(config)
+        generators = beside_the_learner(specs(config, config.weights), needs).generators
+        return [said_of_memory(needs, generators, torch.cuda.get_device_properties(0).total_memory)]
+    if placement_plan(config).total("GPU"):
+        return []
+    unused = f"{found} GPU{'s are' if found > 1 else ' is'} here, and this run uses none"
+    way = "cluster=one_gpu puts learner and generators on one"
+    parameters = sum(p.numel() for p in blank_model(config.model).parameters())
+    if parameters > SMALL_MODEL:
+        return [f"{unused}: {way}."]
+    return [
+        f"{unused}: a model of {parameters / 1e6:.1f}M parameters is probably faster on CPUs (2.3 times in the one "
+        f"measurement, of the default run on an H200's machine); {way}."
+    ]
 
 
 def check_places(run_dir: Path) -> None:

@@ -99,7 +99,9 @@ class BroadcastGroup:
     def rehearse(self) -> None:
         """Broadcast one byte, so that connections made at the first broadcast (NCCL) are made now. Raises RuntimeError
         if it fails."""
-        self.broadcast([torch.zeros(1, dtype=torch.uint8, device=self.device)])
+        byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        self.after_compute()
+        self.broadcast([byte])
         self.wait()
 
     def dispose(self) -> None:

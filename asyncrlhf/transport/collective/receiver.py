@@ -91,6 +91,7 @@ class CollectiveReceiver(WeightReceiver):
             staging, _ = staged.begin(ticket, group.device)
             coming = list(begin["buckets"])
             line.send({"ready": ticket.version})
+            group.after_compute()  # which may still zero the staging memory, or load the version before from it
             group.broadcast([staging.tensors[bucket] for bucket in coming])
             for place, bucket in enumerate(coming):
                 self._wait_for(place, ticket, line, group)

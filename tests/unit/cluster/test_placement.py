@@ -278,6 +278,42 @@ def test_who_shares_a_device_agrees_on_its_labels() -> None:
     assert seats["reward-0"].group == seats["reward-2"].group != seats["reward-1"].group
 
 
+def test_one_gpu_holds_the_learner_and_all_generators_whatever_else_there_is() -> None:
+    asked = [*parts(1, 2, learner=0.4, generator=0.3), Part("reward-1", "reward", 2, 0)]
+    plan = make_plan("one_gpu", asked, nodes=3)
+    (group,) = plan.groups
+    assert_demands_fit(plan)
+    assert set(group.seats) == {"learner-0", "generator-0", "generator-1"} and len(group.bundles) == 1
+    assert plan.total("GPU") == 1 and not plan.sharing and plan.seats["reward-1"].cpus == 2
+    assert shortage(plan, [node("a", 8, 1)]) is None
+    assert "needs 1 GPU" in str(shortage(plan, [node("a", 8, 0)]))
+    labels = make_plan("one_gpu", [replace(p, labels=L4 if p.kind == "learner" else {}) for p in asked], nodes=1)
+    assert labels.groups[0].labels == L4
+
+
+@pytest.mark.parametrize(("learner", "generator", "count"), [(0.5, 0.5, 2), (0.5, 0, 1), (0, 0.5, 1), (1, 0.5, 1)])
+def test_shares_that_are_none_of_one_gpu_are_refused(learner: float, generator: float, count: int) -> None:
+    with pytest.raises(ConfigError, match=r"one_gpu deals out one GPU, and the shares of it are learner-0 "):
+        make_plan("one_gpu", parts(1, count, learner=learner, generator=generator), nodes=1)
+    words = [f"learner.gpus={learner}", f"generator.gpus={generator}", f"generator.replicas={count}"]
+    with pytest.raises(ConfigError, match=r"one_gpu deals out one GPU, and learner.gpus=.* at most 1 in the sum"):
+        load_config(["cluster=one_gpu", *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("learner.ranks=2", "learner.gpus=0.2"), "learner.ranks=1"),
+        (("generator.max_replicas=2", "generator.gpus=0.2"), "no further GPU that replicas could join on"),
+        (("reward.gpus=0.1",), r"not with reward\.gpus=0\.1; allowed"),
+        (("cluster.offload=true",), "use in turns, and under cluster.placement=one_gpu they do not"),
+    ],
+)
+def test_what_one_gpu_cannot_hold_is_one_sentence(words: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load_config(["cluster=one_gpu", *words])
+
+
 def test_labels_need_a_cluster() -> None:
     for runtime in ("ray", "local"):
         with pytest.raises(ConfigError, match=r"cluster.node_labels=.* chooses among the nodes of a cluster, and"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,6 +69,10 @@ async def test_a_run_directory_that_the_learner_does_not_see_is_refused(tmp_path
         await runtime._check_run_dir()
 
 
+SHARES = ("generator.gpus=0.5", "learner.gpus=0.5")
+TURNS = ("cluster=flatten", "generator.gpus=1", "learner.gpus=1")
+
+
 @pytest.mark.parametrize(
     ("words", "own", "transport"),
     [
@@ -79,16 +84,49 @@ async def test_a_run_directory_that_the_learner_does_not_see_is_refused(tmp_path
         (("weights.delta=true", "weights.checksum=true"), True, "auto"),
         (("weights.transport=collective",), True, "collective"),
         (("weights.transport=shared_memory",), False, "shared_memory"),
+        (("cluster=one_gpu",), True, "cuda_ipc"),
+        (("cluster=one_gpu",), False, "cuda_ipc"),  # the plan reserves one card for them, wherever it is
+        (("cluster=one_gpu", "generator.replicas=2", "generator.gpus=0.2"), True, "cuda_ipc"),
+        (("cluster=one_gpu", "model.lora.r=4"), True, "auto"),
+        (("cluster=one_gpu", "weights.delta=true"), True, "auto"),
+        (("cluster=one_gpu", "weights.transport=collective"), True, "collective"),
+        (SHARES, True, "auto"),  # of one GPU today, perhaps
+        (("learner.gpus=1",), True, "auto"),  # the generator is on the CPU
+        (TURNS, True, "auto"),
     ],
 )
-def test_weights_are_mapped_where_all_parts_share_a_machine(words: tuple[str, ...], own: bool, transport: str) -> None:
-    runtime: Any = build_runtime(load_config(list(words)))
+def test_weights_are_mapped_where_all_parts_share_a_machine_or_a_card(
+    words: tuple[str, ...], own: bool, transport: str
+) -> None:
+    runtime: Any = build_runtime(load_config([*words]))
     runtime._own_ray = object() if own else None
     runtime._placer = SimpleNamespace(plan=make_plan(runtime._cluster.placement, runtime._parts, nodes=1))
     runtime._choose_transport()
     specs = [*runtime._specs.generators, runtime._specs.learner]
     assert {spec.weights.transport for spec in specs} == {transport}
-    assert runtime.maps == (transport == "shared_memory")
+    assert runtime.maps == (transport in ("shared_memory", "cuda_ipc"))
+
+
+async def test_on_one_gpu_each_engine_starts_when_all_before_it_stand() -> None:
+    """vLLM measures the free memory when it starts: a part that allocates meanwhile would be taken for its own."""
+    words = ("cluster=one_gpu", "generator.replicas=3", "generator.gpus=0.15")
+    runtime: Any = build_runtime(load_config([*words]))
+    events: list[str] = []
+
+    class Starting:
+        def __init__(self, name: str) -> None:
+            events.append(f"{name} begins")
+            self.name = name
+
+        async def ready(self) -> None:
+            await asyncio.sleep(0.01)
+            events.append(f"{self.name} stands")
+
+    runtime._generator = lambda spec: Starting(spec.name)
+    await runtime._start_in_line([Starting("learner")])
+    names = ["learner", *(f"generator-{i}" for i in range(3))]
+    assert events == [f"{name} {what}" for name in names for what in ("begins", "stands")]
+    assert [g.name for g in runtime.generators] == names[1:]
 
 
 def test_rays_own_variable_names_a_cluster_too(monkeypatch: pytest.MonkeyPatch) -> None:

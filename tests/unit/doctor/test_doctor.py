@@ -227,7 +227,7 @@ def test_a_broken_torch_leaves_the_rest_of_the_doctor_working() -> None:
 
 def test_nonsense_is_refused_as_train_refuses_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "cluster.placement=everywhere"]) == 2
-    assert "allowed: auto, flatten, interleave, separate" in capsys.readouterr().err
+    assert "allowed: auto, flatten, interleave, one_gpu, separate" in capsys.readouterr().err
 
 
 def test_too_little_memory_fails(tmp_path: Path) -> None:

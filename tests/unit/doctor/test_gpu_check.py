@@ -92,6 +92,7 @@ def test_the_runs_are_settings_that_a_machine_with_gpus_takes(check: Check) -> N
     parts = config.learner.ranks * config.learner.gpus
     engines = config.generator.gpus * config.generator.replicas
     shared = config.cluster.placement == "flatten"
+    assert check.name != "one gpu" or (config.cluster.placement == "one_gpu" and config.async_.mode == "async")
     assert check.cards == (max(parts, engines) if shared else parts + engines)
     assert check.vllm == (config.generator.engine == "vllm")
 
@@ -102,12 +103,14 @@ def test_one_card_without_vllm_and_what_is_quick() -> None:
     def runs(cards: int, missing: str, quick: bool) -> list[str]:
         return [check.name for check in CHECKS if not left_out(check, cards, missing, quick)]
 
-    main_ones = ["step 135m", "hf engine", "hf sleep", "model 20m", "hf sync", "hf async", "hf flatten"]
+    main_ones = ["step 135m", "hf engine", "hf sleep", "model 20m", "hf sync", "hf async", "hf one gpu", "hf flatten"]
     assert runs(1, "not installed", quick=True) == main_ones
     assert runs(1, "not installed", quick=False) == [*main_ones, "step 0.7m", "step 1.5b"]
-    assert {"flatten", "flatten ipc"} == set(runs(1, "", quick=False)) - {*main_ones, "step 0.7m", "step 1.5b"} - {
-        "model 135m"
-    }
+    assert {"flatten", "flatten ipc", "one gpu"} == set(runs(1, "", quick=False)) - {
+        *main_ones,
+        "step 0.7m",
+        "step 1.5b",
+    } - {"model 135m"}
     assert runs(3, "", quick=False) == [check.name for check in CHECKS]
     assert left_out(of("flatten"), 1, "not installed", False) == "needs vLLM: not installed."
     assert left_out(of("sync"), 1, "not installed", True) == "needs 2 GPUs; this machine has 1."
@@ -152,10 +155,10 @@ def test_the_whole_command_on_a_card_whose_checks_are_answered(
     kept = json.loads((one_card / "figures.json").read_text())
     assert kept["quick"] and kept["planned"] == len(kept["checks"]) == len(CHECKS)
     states = {row["name"]: row["state"] for row in kept["checks"]}
-    assert [name for name, state in states.items() if state == "failed"] == ["hf sleep"] and len(commands) == 7
+    assert [name for name, state in states.items() if state == "failed"] == ["hf sleep"] and len(commands) == 8
     assert said[2].startswith(f"[3/{len(CHECKS)}] failed   hf sleep") and "no such kernel" in said[2]
-    assert "left out by --quick." in said[7] and said[-1] == "Figures: figures.json"
-    assert said[-2] == f"6 passed, 1 failed, {len(CHECKS) - 7} not run."
+    assert "left out by --quick." in said[8] and said[-1] == "Figures: figures.json"
+    assert said[-2] == f"7 passed, 1 failed, {len(CHECKS) - 8} not run."
     shared = next(command for command in commands if "async=async" in command)
     assert shared[2:4] == ["asyncrlhf", "train"] and {"generator.gpus=0.5", "learner.gpus=0.5"} <= set(shared)
 

@@ -77,7 +77,7 @@ def test_engines_start_behind_a_sleeping_learner_and_know_what_it_keeps(ranks: i
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["cluster.offload=true"], "cluster.placement=auto they share none"),
+        (["cluster.offload=true"], "cluster.placement=auto they do not"),
         (
             ["cluster=flatten", "cluster.offload=true", "learner.backend=deepspeed"],
             "not work with learner.backend",

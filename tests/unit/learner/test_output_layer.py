@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -128,3 +130,42 @@ def test_what_it_cannot_work_for_is_refused() -> None:
     model.set_output_embeddings(nn.Sequential(model.lm_head))
     with pytest.raises(ConfigError, match="output layer of a LlamaForCausalLM is a Sequential"):
         use_float32_head(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"kept": True}, {"vocabulary": 60}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_known_of_logits_is_not_computed_again(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """The second call is that of gradient checkpointing: same results, same gradient, no softmax in between."""
+    logits, targets = torch.randn(9, 64, generator=torch.manual_seed(0)).to(dtype), torch.arange(9)
+    if "kept" in options:
+        ids = torch.arange(9)[:, None] + torch.arange(0, 50, 10)
+        options = {"kept": logprobs.KeptSets.of_counts(ids.flatten(), torch.full((9,), 5))}
+    known: list[torch.Tensor] = []
+
+    def outcome(**more: Any) -> list[torch.Tensor]:
+        given = logits.clone().requires_grad_()
+        said, entropies = logprobs.token_logprobs(given, targets, chunk_tokens=4, **options, **more)
+        (said.sum() + 0.3 * entropies.square().sum()).backward()
+        assert given.grad is not None
+        return [said.detach(), entropies.detach(), given.grad]
+
+    plain, first = outcome(), outcome(known=known)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logprobs, "_facts", None)
+        second = outcome(known=known)
+    for found in (first, second):
+        assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.more
+def test_compiled_it_is_the_same(dtype: torch.dtype) -> None:
+    targets, found = torch.arange(9), []
+    for compiled in (False, True):
+        logits = torch.randn(9, 64, generator=torch.manual_seed(0)).to(dtype).requires_grad_()
+        said, entropies = logprobs.token_logprobs(logits, targets, temperature=0.7, chunk_tokens=4, compiled=compiled)
+        (said.sum() + 0.3 * entropies.square().sum()).backward()
+        assert logits.grad is not None
+        found.append((said.detach(), entropies.detach(), logits.grad.float()))
+    for other, plain in zip(*reversed(found), strict=True):
+        assert_close(other, plain, atol=1e-5 if dtype == torch.float32 else 0.02)

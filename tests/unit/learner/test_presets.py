@@ -14,7 +14,7 @@ from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.conversion import conf_folder
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
 from asyncrlhf.learner.settings.learner_config import LearnerConfig
-from asyncrlhf.learner.step.plan import zero_gradient_sequences
+from asyncrlhf.learner.step.without_gradient import zero_gradient_sequences
 from asyncrlhf.types import FloatArray, TrainBatch
 from tests.numeric import assert_close
 from tests.unit.learner.worlds import assert_same, backend, gradients, llama, plain_logprobs, random_batch

@@ -71,6 +71,22 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted_then_fails_the_run
         trained.train_step(broken)
 
 
+@pytest.mark.parametrize("place", [0, 2], ids=["the first", "a later one"])
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_an_update_that_is_not_finite_leaves_no_trace_in_the_optimizer(optim: str, place: int) -> None:
+    """AdamW's kernel leaves it out by itself; of Muon the host asks."""
+    batches = [random_batch(seed=seed) for seed in range(4)]
+    config = LearnerConfig(learning_rate=1e-2, optim=optim)
+    plain, struck = backend(learner=config), backend(learner=config)
+    for number, batch in enumerate(batches):
+        if number == place:
+            broken = dataclasses.replace(batch, weights=np.full_like(batch.weights, np.inf))
+            assert struck.train_step(broken).skipped
+        for trained in (plain, struck):
+            trained.train_step(batch)
+    assert all(torch.equal(p, struck.parameters()[name]) for name, p in plain.parameters().items())
+
+
 def test_a_kl_without_a_reference_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs a reference model"):
         backend(AlgorithmConfig(kl="loss", beta=0.1))

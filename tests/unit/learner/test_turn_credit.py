@@ -20,9 +20,10 @@ from asyncrlhf.config.compose import load_config
 from asyncrlhf.data.packing import empty_batch, pack, select
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
-from asyncrlhf.learner.step.plan import plan_step, zero_gradient_sequences
+from asyncrlhf.learner.step.plan import plan_step
 from asyncrlhf.learner.step.segments import segment_gae
 from asyncrlhf.learner.step.targets import set_targets
+from asyncrlhf.learner.step.without_gradient import zero_gradient_sequences
 from asyncrlhf.turns import Turn
 from asyncrlhf.types import OBSERVED, Rollout, TrainBatch, TrainSample
 from tests.numeric import FLOAT32, assert_close

@@ -14,7 +14,14 @@ from torch.nn.attention import varlen
 from asyncrlhf.data.packing import microbatch_indices
 from asyncrlhf.learner.attention import varlen as learner_varlen
 from asyncrlhf.learner.attention.attention import PackedLayout, packed_attention
-from asyncrlhf.learner.attention.varlen import attention_op, masked_calls, varlen_kernel, varlen_takes
+from asyncrlhf.learner.attention.varlen import (
+    attention_op,
+    efficient_kernel,
+    efficient_takes,
+    masked_calls,
+    varlen_kernel,
+    varlen_takes,
+)
 from tests.numeric import assert_close
 
 Layouts = tuple[np.ndarray, np.ndarray, np.ndarray]  # lengths, prompts, owners
@@ -163,6 +170,48 @@ def test_torchs_varlen_kernel_is_asked_for_the_same(
     given = tensors(layout.position_ids.shape[1])
     found = outcome(attend, *given)
     assert_close(found, outcome(lambda *qkv: one_at_a_time(layout, *qkv, window=window), *given), atol=1e-9)
+
+
+def cutlass(q: Any, k: Any, v: Any, bias: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, dropout: float,
+            mask: int, keeps_sums: bool, *, scale: float, window_size: int | None) -> tuple[torch.Tensor]:  # fmt: skip
+    """``_efficient_attention_forward`` as torch's sources say what it computes: the kernel runs on GPUs alone."""
+    queries, keys = cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist()
+    assert (max_q, max_k) == (max(queries), max(keys)) and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert bias is None and not dropout and mask == 2 and keeps_sums
+    assert q.shape[2] == k.shape[2] == v.shape[2] and all(x.shape[3] % 8 == 0 for x in (q, k, v))
+    whole = (x.transpose(1, 2) for x in (q, k, v))
+    return (masked_calls(*whole, (queries, keys), scale, window_size),)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_torchs_memory_efficient_kernel_is_asked_for_the_same(
+    shape: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = PackedLayout.build(*SHAPES[shape])
+    monkeypatch.setattr(torch.ops.aten, "_efficient_attention_forward", cutlass)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        keys = (x if layout.key_rows is None else x.index_select(2, layout.key_rows) for x in (k, v))
+        return efficient_kernel(q, *keys, (*layout.bounds, *layout.most), SIZE**-0.5, window)
+
+    given = tensors(layout.position_ids.shape[1])
+    found = outcome(attend, *given)
+    assert_close(found, outcome(lambda *qkv: one_at_a_time(layout, *qkv, window=window), *given), atol=1e-9)
+
+
+@pytest.mark.parametrize("sizes", [(64, 64), (20, 20), (192, 128)], ids=["usual", "not of 16 bytes", "values narrower"])
+@pytest.mark.parametrize("window", [None, 7])
+def test_the_installed_torch_takes_float32_and_any_head(window: int | None, sizes: tuple[int, int]) -> None:
+    """As below, for the kernel of what the varlen kernel excludes."""
+    query, key, value = (
+        torch.empty(1, heads, 8, size, device="meta", requires_grad=True)
+        for heads, size in ((4, sizes[0]), (2, sizes[0]), (2, sizes[1]))
+    )
+    ends = torch.empty(3, dtype=torch.int32, device="meta")
+    assert efficient_takes(value) and not varlen_takes(query, value)
+    assert efficient_kernel(query, key, value, (ends, ends, 5, 5), 0.1, window).shape == (1, 8, 4, sizes[1])
+    assert not efficient_takes(value.double())
 
 
 @pytest.mark.parametrize("window", [None, 7])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -14,55 +13,78 @@ from asyncrlhf.transport import cuda_ipc
 from asyncrlhf.transport.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from asyncrlhf.transport.manifest import build_manifest
 from asyncrlhf.transport.sender import Wire
+from tests.one_card import Card
 
-FLATTEN = ("cluster=flatten", "learner.gpus=1", "generator.gpus=1", "weights.transport=cuda_ipc")
+IPC = "weights.transport=cuda_ipc"
+FLATTEN = ("cluster=flatten", "learner.gpus=1", "generator.gpus=1", IPC)
 
 
 @pytest.fixture
-def handles(monkeypatch: pytest.MonkeyPatch) -> dict[int, torch.Tensor]:
-    table: dict[int, torch.Tensor] = {}
-    numbers = itertools.count()
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    return Card(monkeypatch)
 
-    def export(bucket: torch.Tensor) -> tuple[int]:
-        table[number := next(numbers)] = bucket
-        return (number,)
 
-    monkeypatch.setattr(cuda_ipc, "export_bucket", export)
-    monkeypatch.setattr(cuda_ipc, "open_bucket", lambda handle, device: table[handle[0]])
-    monkeypatch.setattr(cuda_ipc, "card", lambda device: "GPU-1")
-    return table
+def read(receiver: CudaIpcReceiver, ticket: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor for views in receiver.stream(ticket) for name, tensor in views.items()}
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
     return {"a": torch.full((5, 3), float(version)), "b": torch.arange(7.0) + version}
 
 
-def test_each_version_is_read_where_it_lies(handles: dict[int, torch.Tensor]) -> None:
+def test_each_version_is_read_where_it_lies(card: Card) -> None:
     sender = CudaIpcSender(build_manifest(weights(0), 32, torch.bfloat16), "cpu", Wire(torch.bfloat16))
     receivers = [CudaIpcReceiver() for _ in range(2)]
-    exported = len(handles)
+    exported = len(card.open)
     for version in range(3):
         sender.snapshot(version, weights(version))
         ticket = sender.ticket()
         sender.transfer(ticket)
         for receiver in receivers:
-            found = receiver.receive(ticket)
+            found = read(receiver, ticket)
             assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in weights(version).items())
             assert found["a"].data_ptr() == sender.tensors()["a"].data_ptr(), "something was copied"
-    assert len(handles) == exported == len(sender.manifest.bucket_bytes) == 2, "a handle a bucket, once"
+    assert len(card.open) == exported == len(sender.manifest.bucket_bytes) == 2, "a handle a bucket, once"
     with pytest.raises(WeightSyncError, match="is for version 2, but the sender holds version 3"):
         sender.snapshot(3, weights(3))
         sender.transfer(ticket)
     with pytest.raises(WeightSyncError, match="Bucket 0 of version 2"):
-        receivers[0].receive(ticket)  # whose memory holds other weights by now
+        read(receivers[0], ticket)  # whose memory holds other weights by now
 
 
-def test_a_replica_on_another_card_is_refused(handles: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_on_another_card_is_refused(card: Card) -> None:
     sender = CudaIpcSender(build_manifest(weights(0), 32), "cpu")
     sender.snapshot(0, weights(0))
-    monkeypatch.setattr(cuda_ipc, "card", lambda device: "GPU-2")
+    ticket, card.name = sender.ticket(), "GPU-2"
     with pytest.raises(WeightSyncError, match="works on GPU GPU-2, the learner on GPU-1"):
-        CudaIpcReceiver().receive(sender.ticket())
+        read(CudaIpcReceiver(), ticket)
+
+
+def test_a_machine_that_cannot_share_memory_is_told_the_way_out(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = CudaIpcSender(build_manifest(weights(0), 32), "cpu")
+    sender.snapshot(0, weights(0))
+    card.free()
+    with pytest.raises(WeightSyncError, match=r"cannot open .* \(CUDA error: invalid resource handle\).*=collective"):
+        read(CudaIpcReceiver(), sender.ticket())
+
+    def refuse(bucket: torch.Tensor) -> None:
+        raise RuntimeError("CUDA error: operation not supported\n...")
+
+    monkeypatch.setattr(cuda_ipc, "export_bucket", refuse)
+    with pytest.raises(WeightSyncError, match=r"cannot offer .* \(CUDA error: operation not supported\).*=collective"):
+        CudaIpcSender(build_manifest(weights(0), 32), "cpu")
+
+
+def test_another_senders_memory_is_opened_anew_and_the_old_one_let_go(card: Card) -> None:
+    receiver = CudaIpcReceiver()
+    for version in (1, 1, 2):
+        sender = CudaIpcSender(build_manifest(weights(0), 32), "cpu")
+        sender.snapshot(version, weights(version))
+        found = read(receiver, sender.ticket())
+        assert all(torch.equal(found[name], tensor) for name, tensor in weights(version).items())
+        assert receiver._opened is not None
+        assert [bucket.data_ptr() for bucket in receiver._opened[1]] == [t.data_ptr() for t in sender.buckets.tensors]
+        card.free()
 
 
 @pytest.mark.parametrize(
@@ -72,3 +94,35 @@ def test_what_does_not_share_one_gpu_is_refused(change: str) -> None:
     load_config([*FLATTEN, "batch_size=64"])
     with pytest.raises(ConfigError, match="cuda_ipc hands over memory of one GPU"):
         load_config([*FLATTEN, "batch_size=64", change])
+
+
+def test_shares_of_one_gpu_are_taken_in_every_mode() -> None:
+    for mode in ("async", "sync", "one_step"):
+        load_config(["cluster=one_gpu", IPC, f"async={mode}"])
+        load_config(["learner.gpus=0.5", "generator.gpus=0.25", "generator.replicas=2", IPC, f"async={mode}"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (("learner.gpus=0.6", "generator.gpus=0.5"), "memory of one GPU"),  # more than one card
+        (("learner.gpus=1", "generator.gpus=1"), "memory of one GPU"),
+        (("learner.gpus=0", "generator.gpus=0.5"), "memory of one GPU"),  # a learner on the CPU
+        (("learner.gpus=0.5", "generator.gpus=0.5", "ray.address=head:1"), "memory of one GPU"),  # which card?
+        (("cluster=interleave", "learner.gpus=0.5", "generator.gpus=0.5"), "memory of one GPU"),
+        (
+            ("cluster=flatten", "learner.gpus=1", "generator.gpus=2", "generator.vllm.tensor_parallel_size=2",
+             "generator.engine=vllm"),
+            "memory of one GPU",
+        ),
+        (("cluster=one_gpu", "model.lora.r=4"), "hands over whole weights"),
+        (("cluster=one_gpu", "weights.delta=true"), "hands over whole weights"),
+        (("cluster=one_gpu", "runtime=local"), "needs runtime=ray"),
+    ],
+)  # fmt: skip
+def test_what_cannot_hand_over_its_memory_is_refused(
+    overrides: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match=sentence):
+        load_config([*overrides, IPC])

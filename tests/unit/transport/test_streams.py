@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
@@ -35,9 +35,13 @@ def model(version: int) -> dict[str, torch.Tensor]:
 class Groups:
     """A sender, and receivers in threads, as many groups as asked for."""
 
-    def __init__(self, seconds: float = 20.0) -> None:
-        manifest = build_manifest(model(0), 64 * 64 * 4)
-        self.sender = CollectiveSender(manifest, timeout_seconds=seconds, wire=Wire(checksum=True))
+    def __init__(
+        self, seconds: float = 20.0, wire: Wire | None = None, make: Callable[[int], dict[str, torch.Tensor]] = model
+    ) -> None:
+        """``make``: the tensors of a version, of which each is a bucket."""
+        self.make = make
+        manifest = build_manifest(make(0), 1)
+        self.sender = CollectiveSender(manifest, timeout_seconds=seconds, wire=wire or Wire(checksum=True))
         self.endpoint = self.sender.listen("127.0.0.1")
         self.receivers: dict[str, CollectiveReceiver] = {}
         self.pool = ThreadPoolExecutor(8)
@@ -55,7 +59,7 @@ class Groups:
             join.result(timeout=60)
 
     def ticket(self, version: int, epoch: int) -> Ticket:
-        self.sender.snapshot(version, model(version))
+        self.sender.snapshot(version, self.make(version))
         ticket = self.sender.ticket()
         return Ticket(ticket.version, epoch, ticket.manifest, ticket.refs, ticket.checksums, ticket.delta)
 
@@ -286,7 +290,7 @@ def test_a_group_over_which_no_byte_passes_is_not_waited_for() -> None:
 
     class Hanging(BroadcastGroup):
         def __init__(self) -> None:
-            self.device, self._works = torch.device("cpu"), []
+            self.device, self._works, self._group, self._stream = torch.device("cpu"), [], None, None
 
         def broadcast(self, tensors: list[torch.Tensor]) -> None:
             released.wait(30)

@@ -1,0 +1,85 @@
+"""What a learner's step asks of a GPU: launches, waits of the host, casts, bytes. See ``tests/pretended_gpu.py``.
+
+The counts are those of now. Who lowers one lowers its limit here and the row of docs/performance.md; a count that rises
+by a tenth fails.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrlhf.bench.checkpoint import SHAPES, batch, build
+from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.settings.learner_config import LearnerConfig
+from asyncrlhf.types import TrainBatch
+from tests.pretended_gpu import Counts, learner_on_gpu
+from tests.unit.learner.test_presets import LONGEST, PRESETS, preset, stale_batch
+from tests.unit.learner.worlds import llama
+
+TOKENS = 4096
+
+
+def counted(given: TrainBatch, **learner: Any) -> Counts:
+    """Of a step of two layers of SmolLM2-135M's, after one that allocates what stays."""
+    with torch.device("meta"):
+        model = build("135m, two layers")
+    config = LearnerConfig(**({"token_budget": TOKENS, "gpus": 1, "mixed_precision": "bfloat16"} | learner))
+    with learner_on_gpu([model], AlgorithmConfig(), config) as (gpu, trained):
+        trained.train_step(given)
+        counts = gpu.fresh()
+        trained.train_step(given)
+    return counts
+
+
+@pytest.fixture(autouse=True)
+def shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "135m, two layers", (576, 2, *SHAPES["135m"][2:]))
+
+
+def of_size(size: int) -> TrainBatch:
+    return batch("135m, two layers", TOKENS, size)
+
+
+# precision: launches, GB moved by elementwise operations, peak GB
+NOW = {"bfloat16": (644, 14.7, 1.28), "none": (585, 16.1, 1.78)}
+
+
+@pytest.mark.parametrize("precision", NOW)
+def test_no_count_of_a_step_has_risen(precision: str) -> None:
+    counts = counted(of_size(8), mixed_precision=precision)
+    found = (counts.launched, counts.bytes["elementwise"] / 1e9, counts.peak / 1e9)
+    assert all(0.9 * limit <= count <= 1.1 * limit for count, limit in zip(found, NOW[precision], strict=True)), found
+    assert counts.waits == 1, counts.syncs
+
+
+@pytest.mark.parametrize("precision", NOW)
+def test_launches_do_not_grow_with_the_number_of_sequences(precision: str) -> None:
+    few, many = (counted(of_size(size), mixed_precision=precision).launched for size in (8, 512))
+    assert abs(many - few) <= 0.05 * few
+
+
+def test_weights_are_cast_once_an_update_not_once_a_microbatch() -> None:
+    """What a microbatch more costs in casts are the norms' and its gradients on their way to the float32 weights."""
+    one, four = (counted(of_size(8), token_budget=budget) for budget in (TOKENS, TOKENS // 4))
+    with torch.device("meta"):
+        parameters = len(list(build("135m, two layers").parameters()))
+    norms = 4 * 5 + 2  # to float32 and back, forward and backward; the last one's input is a hidden state of each
+    assert four.casts - one.casts <= 3 * (parameters + norms + 20)
+    assert one.casts >= 2 * parameters
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.more_but("m2po", "ppo", "vcpo", "online_dpo")
+def test_the_host_waits_at_most_twice_an_update(name: str) -> None:
+    algorithm = preset(name)
+    models = [llama(seed).to("meta") for seed in (0, 5)[: 1 + algorithm.needs_reference]]
+    config, given = LearnerConfig(learning_rate=1e-3, token_budget=40, gpus=1), stale_batch(flat_groups=1)
+    with learner_on_gpu(models, algorithm, config, max_completion_length=LONGEST) as (gpu, trained):
+        trained.train_step(given)
+        counts = gpu.fresh()
+        trained.train_step(given)
+    updates = algorithm.num_iterations * algorithm.minibatches
+    assert counts.waits <= 2 * updates + (algorithm.lr != "none"), counts.syncs  # that rate is known from the ESS
