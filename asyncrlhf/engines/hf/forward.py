@@ -133,6 +133,8 @@ class LeanForward:
         width, epsilon = hidden.shape[-1:], norm.variance_epsilon
         if hidden.dtype == torch.float32:
             return F.rms_norm(hidden, width, norm.weight, epsilon)
+        if hidden.dtype == torch.float64:
+            return norm(hidden)  # which computes in float32
         # With the weight it would round low precision at another place than the learner's module does.
         return norm.weight * F.rms_norm(hidden, width, None, epsilon)
 
