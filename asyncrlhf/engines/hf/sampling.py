@@ -81,14 +81,15 @@ def _inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     vocabulary = weights.shape[-1]
     if vocabulary <= 4 * _CDF_BLOCK:
         cdf = weights.cumsum(dim=-1, dtype=torch.float64)
-        return torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True)
+        # Not a number is found behind the last token, where a GPU would end its whole context.
+        return torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True).clamp_(max=vocabulary - 1)
     if over := -vocabulary % _CDF_BLOCK:
         weights = torch.nn.functional.pad(weights, (0, over))
     blocks = weights.view(len(weights), -1, _CDF_BLOCK)
     mass = blocks.sum(dim=-1).double()
     cdf = mass.cumsum(dim=-1)
     target = uniform * cdf[:, -1:]
-    block = torch.searchsorted(cdf, target, right=True)
+    block = torch.searchsorted(cdf, target, right=True).clamp_(max=blocks.shape[1] - 1)
     hit = mass.gather(1, block)
     # Where in its block the target lies; below one, so that it falls on a token of positive weight.
     inside = ((target - cdf.gather(1, block) + hit) / hit).clamp(0.0, 1 - 2.0**-48)

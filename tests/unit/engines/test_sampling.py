@@ -193,8 +193,9 @@ def test_greedy_takes_the_argmax_and_reports_the_plain_logprob() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.7, 1.0), (1.0, 1.0), (1.0, 0.9)])
-def test_logits_that_are_not_finite_are_named(bad: float, temperature: float, top_p: float) -> None:
-    logits = torch.zeros(3, 19)
+@pytest.mark.parametrize("vocabulary", [19, 5000])
+def test_logits_that_are_not_finite_are_named(bad: float, temperature: float, top_p: float, vocabulary: int) -> None:
+    logits = torch.zeros(3, vocabulary)
     logits[1, 4] = bad
     one, off = np.ones(3), np.zeros(3)
     with pytest.raises(AsyncRLHFError, match="logits are not finite"):
