@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-PRECISIONS = ("none", "bfloat16", "float16")  # of passes by autocast, over float32 master weights
+PRECISIONS = ("none", "bfloat16", "float16")  # of passes; the optimizer's weights stay float32
 AUTO = "auto"
 
 

@@ -19,6 +19,7 @@ from asyncrlhf.records.show.summary import environment
 from asyncrlhf.records.write.whole_files import write_atomically
 
 QUICK_SECONDS = 175.0  # of --quick: three minutes, less the start of the command
+COMPILED_SECONDS = 90.0  # of the one check that compiles
 VLLM_SECONDS = 150.0  # of one check with vLLM, whose start alone may take a minute
 BROADCAST_BYTES = 2**28
 STEPS = 8
@@ -64,6 +65,10 @@ CHECKS = (
     _hf("hf async", "both sides at once on one GPU", *SHARED, "async=async"),
     _hf("hf one gpu", "the same by CUDA IPC", *SHARED, "cluster=one_gpu", "async=async"),
     _hf("hf flatten", "learner and hf engine in turns on one GPU, each asleep in between", *HF, "cluster=flatten"),
+    Check(
+        "step 135m compiled", "the same step with learner.compile=true", 1,
+        words=("compiled", "135m", "cuda", "16384", "8"), limit=COMPILED_SECONDS,
+    ),
     _step("0.7m", 16384, 128, "the same step where kernels are too small for the GPU"),
     _step("1.5b", 8192, 8, "the same step at 1.5 billion parameters"),
     _model("135m", vllm=True),

@@ -73,25 +73,30 @@ def step_flops(shape: str, lengths: Sequence[int]) -> float:
     )
 
 
-def step(shape: str, device: str, tokens: int, sequences: int) -> dict[str, Any]:
+def step(shape: str, device: str, tokens: int, sequences: int, compiled: bool = False) -> dict[str, Any]:
     """Median seconds of a learner's step in bfloat16 on packed sequences of ``tokens`` in total, its FLOP/s, their
-    share of a plain matmul's, the peak of memory in bytes, and the step's kernels."""
+    share of a plain matmul's, the peak of memory in bytes, the step's kernels, and the seconds of the first step,
+    which compiles them with ``compiled``."""
     from asyncrlhf.bench.checkpoint import batch
     from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
     from asyncrlhf.learner.settings.learner_config import BackendSpec, LearnerConfig
     from asyncrlhf.learner.torch_backend import TorchBackend
 
     most = matmul_flops(device)
-    config = LearnerConfig(mixed_precision="bfloat16", token_budget=tokens)
+    config = LearnerConfig(mixed_precision="bfloat16", token_budget=tokens, compile=compiled)
     spec = BackendSpec(learner=config, algorithm=AlgorithmConfig(), steps=10**6)
     learner = TorchBackend(_random_model(shape, device), spec, device=device)
     given = batch(shape, tokens, sequences)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    learner.train_step(given)  # whose result the host waits for
+    first = time.perf_counter() - started
     seconds = _timed(lambda: learner.train_step(given), device)
     flops = step_flops(shape, [max(2, tokens // sequences)] * sequences) / seconds
     return {
-        "seconds": seconds, "tokens_per_second": tokens / seconds, "flops": flops, "matmul_flops": most,
+        "seconds": seconds, "first_seconds": first, "tokens_per_second": tokens / seconds, "flops": flops,
+        "matmul_flops": most,
         "matmul_share": flops / most, "peak_bytes": _peak(device),
         "kernels": kernels.table(lambda: learner.train_step(given), device),
     }  # fmt: skip
@@ -233,6 +238,8 @@ def main(words: list[str]) -> None:
         found = write_model(rest[0], Path(rest[1]), rest[2])
     elif kind == "broadcast":
         found = broadcast(rest[0], int(rest[1]))
+    elif kind == "compiled":
+        found = step(rest[0], rest[1], int(rest[2]), int(rest[3]), compiled=True)
     else:
         found = {"step": step, "generate": generate, "sleep": sleep}[kind](rest[0], rest[1], int(rest[2]), int(rest[3]))
     print(json.dumps(found), flush=True)

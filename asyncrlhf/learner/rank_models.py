@@ -11,9 +11,10 @@ import transformers
 from torch import nn
 
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.learner.model.activations import free_bytes, layers_to_repeat
 from asyncrlhf.learner.model.forward import use_float32_head
 from asyncrlhf.learner.model.halves import Halves, lower
-from asyncrlhf.learner.model.model_pass import checkpoint_layers, compile_layers, trunk_of
+from asyncrlhf.learner.model.model_pass import checkpoint_layers, compile_layers, decoder_layers, trunk_of
 from asyncrlhf.learner.model.pipeline import Stage
 from asyncrlhf.learner.model.sequence import ContextParallel
 from asyncrlhf.learner.model.ulysses import Ulysses
@@ -75,7 +76,9 @@ class RankModels:
             nn.Module.to(self.model, self.device)
         texts = probe_texts(self.model)  # while it is whole
         self.policy, self.note = learner_policy(self.model, config, algorithm)
-        self.policy.entropy_trains = algorithm.entropy_coef > 0 or bool(algorithm.loss.target)
+        # ZeRO-3 counts the backward passes through what a module returns, on all ranks alike.
+        used = algorithm.entropy_coef > 0 or bool(algorithm.loss.target) or config.zero_stage == 3
+        self.policy.entropy_trains = used
         by_autocast = self._casts_each_pass()
         # Ranks that gather a sharded model's weights in each call of it must call it equally often.
         self._token_budget = 1 if config.sharded and not self.policy.packing else config.token_budget
@@ -97,6 +100,8 @@ class RankModels:
         if reference is not None and algorithm.needs_reference:
             self.reference = self.updater.frozen(frozen_reference(reference, config, self.device, self.policy))
         self.halves = self._halved(by_autocast) if config.mixed_precision == "bfloat16" else []
+        if config.gradient_checkpointing is None and self.device.type == "cuda":
+            self._repeat_layers()
         self._passes = ForwardPasses(self.updater, self.temperature, config.mixed_precision, by_autocast, self.device)
         if self.shards is not None:
             check_shards(self._passes, self.updater.policy, texts, self._token_budget)
@@ -108,6 +113,19 @@ class RankModels:
             also = f"Passes in bfloat16 cast its weights again and again, by autocast: without, {unlike}."
             self.note = f"{self.note} {also}".strip()
         return bool(unlike) or self.config.mixed_precision == "float16"
+
+    def _repeat_layers(self) -> None:
+        """Repeat as many layers in the backward pass as the free memory asks for."""
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        free = free_bytes(self.device)
+        # To come: gradients, AdamW's moments, the passes' copies of the weights.
+        left = free - trained * (12 + 2 * bool(self.halves))
+        layers = [layer for layer in decoder_layers(self.model) if hasattr(layer, "gradient_checkpointing")]
+        count = layers_to_repeat(self.policy, layers, self.config.token_budget, left) if layers else 0
+        if count:
+            checkpoint_layers(self.model, but=layers[count:])
+            also = f"{count} of {len(layers)} layers compute activations again: {free / 1e9:.1f} GB are free."
+            self.note = f"{self.note} {also}".strip()
 
     def _split_sequences(self) -> None:
         config = self.config

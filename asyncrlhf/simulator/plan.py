@@ -162,7 +162,7 @@ def layout_of(config: RunConfig, here: bool) -> Layout:
         stage,
         own.sequence_parallel_size,
         own.zero_offload != "none",
-        own.gradient_checkpointing,
+        bool(own.gradient_checkpointing),
         max_staleness=config.async_.bound,
         publish_every=config.weights.publish_every,
         batch_size=config.batch_size,

@@ -3,5 +3,6 @@ on several ranks.
 """
 
 DOORS = (
-    "forward", "halves", "inputs", "loading", "model_pass", "pipeline", "sequence", "tensor_parallel", "ulysses",
+    "activations", "forward", "halves", "inputs", "loading", "model_pass", "pipeline", "sequence", "tensor_parallel",
+    "ulysses",
 )  # fmt: skip

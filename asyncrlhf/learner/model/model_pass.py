@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -76,9 +76,17 @@ def silence_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def checkpoint_layers(model: transformers.PreTrainedModel) -> None:
-    """Let ``model`` compute its layers again in the backward pass, with dropout still off."""
+def decoder_layers(model: transformers.PreTrainedModel) -> list[nn.Module]:
+    """The layers of ``model``, by transformers' names for them; empty where it has none."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def checkpoint_layers(model: transformers.PreTrainedModel, but: Sequence[nn.Module] = ()) -> None:
+    """Let ``model`` compute its layers again in the backward pass, with dropout still off; not those of ``but``."""
     model.gradient_checkpointing_enable()
+    for layer in but:
+        vars(layer)["gradient_checkpointing"] = False
     for module in model.modules():
         # transformers repeats a layer only in training; its parts stay in evaluation.
         module.training = bool(getattr(module, "gradient_checkpointing", False))
@@ -86,8 +94,7 @@ def checkpoint_layers(model: transformers.PreTrainedModel) -> None:
 
 def compile_layers(model: transformers.PreTrainedModel) -> None:
     """Compile each decoder layer of ``model`` in place, all of them as one graph for any number of tokens."""
-    names = set(model._no_split_modules or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
+    layers = decoder_layers(model)
     check(
         layers,
         f"learner.compile=true: transformers does not say which modules of a {type(model).__name__} are its layers; "

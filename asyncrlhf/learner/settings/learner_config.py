@@ -161,7 +161,11 @@ class LearnerConfig:
     float32_head: bool = setting(
         False, "Under mixed_precision the output layer works in float32, so that its logits are not rounded."
     )
-    gradient_checkpointing: bool = setting(False, "Computes activations again in the backward pass, to save memory.")
+    gradient_checkpointing: bool | None = setting(
+        False,
+        "Computes activations again in the backward pass, to save memory; null: on a GPU, of as many decoder layers as "
+        "its free memory asks for.",
+    )
     compile: bool = setting(
         False, "Compiles the policy's decoder layers by torch.compile, all of them as one; the first step waits for it."
     )
@@ -200,6 +204,11 @@ class LearnerConfig:
             not (self.routing_replay and self.compile),
             "learner.routing_replay does not work with learner.compile, which would compile the routers' own choice; "
             "allowed: compile=false.",
+        )
+        check(
+            self.gradient_checkpointing is not None or not (self.sharded or self.zero_stage),
+            f"learner.gradient_checkpointing=null does not work with {self.layout}, whose ranks must repeat the same "
+            "layers; allowed: true or false.",
         )
         check(
             not (self.compile and self.zero_stage == 3),

@@ -55,9 +55,12 @@ class PipelineUpdater(TorchUpdater):
         self.policy = self._stage(policy)
         self._modules = [policy]
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._copy = None
+        self._copy: Any = None  # of a tied weight on the last stage
+        self._end: Any = None  # of a tied weight on both ends
+        if self._tied and self.policy.first:
+            self._end = model.get_input_embeddings().weight
         if self._tied and self.policy.last:
-            self._copy = model.get_output_embeddings().weight
+            self._copy = self._end = model.get_output_embeddings().weight
             self._names[id(self._copy)] = self._tied
         self.optimizer = build_optimizer(self.config, policy, None)
         self.optimizers = [self.optimizer]
@@ -108,9 +111,8 @@ class PipelineUpdater(TorchUpdater):
         if self.config.shares > 1:
             add_up(trained, self.mesh.peers("replicate"))
         if self._tied and (self.policy.first or self.policy.last):
-            table: Any = self._copy if self._copy is not None else self.model.get_input_embeddings().weight
-            assert table.grad is not None
-            add_up([table], self._ends)
+            assert self._end is not None and self._end.grad is not None
+            add_up([self._end], self._ends)
 
     def clip(self, module: nn.Module) -> torch.Tensor:
         trained = [parameter for parameter in module.parameters() if parameter.grad is not None]

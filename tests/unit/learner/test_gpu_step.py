@@ -12,12 +12,15 @@ import pytest
 import torch
 
 from asyncrlhf.bench.checkpoint import SHAPES, batch, build
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.learner import rank_models
+from asyncrlhf.learner.model import activations, forward
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
 from asyncrlhf.learner.settings.learner_config import LearnerConfig
 from asyncrlhf.types import TrainBatch
 from tests.pretended_gpu import Counts, learner_on_gpu
 from tests.unit.learner.test_presets import LONGEST, PRESETS, preset, stale_batch
-from tests.unit.learner.worlds import llama
+from tests.unit.learner.worlds import backend, llama
 
 TOKENS = 4096
 
@@ -72,7 +75,7 @@ def test_weights_are_cast_once_an_update_not_once_a_microbatch() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.more_but("m2po", "ppo", "vcpo", "online_dpo")
+@pytest.mark.more_but("m2po", "vcpo")
 def test_the_host_waits_at_most_twice_an_update(name: str) -> None:
     algorithm = preset(name)
     models = [llama(seed).to("meta") for seed in (0, 5)[: 1 + algorithm.needs_reference]]
@@ -83,3 +86,34 @@ def test_the_host_waits_at_most_twice_an_update(name: str) -> None:
         trained.train_step(given)
     updates = algorithm.num_iterations * algorithm.minibatches
     assert counts.waits <= 2 * updates + (algorithm.lr != "none"), counts.syncs  # that rate is known from the ESS
+
+
+@pytest.mark.parametrize(("gigabytes", "repeated"), [(9.0, 0), (4.5, 1), (3.2, 4)])
+def test_layers_are_repeated_as_the_free_memory_asks_for(
+    gigabytes: float, repeated: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight layers and a small vocabulary, so that most of a pass's memory is theirs."""
+    monkeypatch.setitem(SHAPES, "eight layers", (576, 8, 1536, 9, 3, 4096))
+    monkeypatch.setattr(rank_models, "free_bytes", lambda _: gigabytes * 1e9)
+    monkeypatch.setattr(activations, "MAX_LOGITS", 2**24)
+    monkeypatch.setattr(forward, "MAX_LOGITS", 2**24)
+    with torch.device("meta"):
+        model = build("eight layers")
+    config = LearnerConfig(token_budget=16384, gpus=1, mixed_precision="bfloat16", gradient_checkpointing=None)
+    with learner_on_gpu([model], AlgorithmConfig(), config) as (gpu, trained):
+        weights = 4 * sum(parameter.numel() for parameter in model.parameters())
+        found = sum(layer.gradient_checkpointing for layer in model.model.layers)
+        for _ in range(2):
+            trained.train_step(batch("eight layers", 16384, 32))
+    assert abs(found - repeated) <= 1 and (f"{found} of 8 layers" in trained.note) == bool(found), found
+    assert gpu.counts.peak - weights <= gigabytes * 1e9
+
+
+def test_without_a_gpu_nothing_is_repeated() -> None:
+    trained = backend(learner=LearnerConfig(gradient_checkpointing=None))
+    assert not any(layer.gradient_checkpointing for layer in trained.model.model.layers) and not trained.note
+
+
+def test_ranks_that_must_repeat_the_same_layers_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"gradient_checkpointing=null does not work with learner.sharding=fsdp2"):
+        LearnerConfig(gradient_checkpointing=None, sharding="fsdp2")
