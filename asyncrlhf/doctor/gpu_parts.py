@@ -241,7 +241,8 @@ def main(words: list[str]) -> None:
     elif kind == "compiled":
         found = step(rest[0], rest[1], int(rest[2]), int(rest[3]), compiled=True)
     else:
-        found = {"step": step, "generate": generate, "sleep": sleep}[kind](rest[0], rest[1], int(rest[2]), int(rest[3]))
+        calls: dict[str, Callable[..., dict[str, Any]]] = {"step": step, "generate": generate, "sleep": sleep}
+        found = calls[kind](rest[0], rest[1], int(rest[2]), int(rest[3]))
     print(json.dumps(found), flush=True)
 
 
