@@ -15,7 +15,6 @@ from torch import nn
 from asyncrlhf.algorithms.aggregate import normaliser_count
 from asyncrlhf.algorithms.weights import sqrt_ess_factor
 from asyncrlhf.errors import AsyncRLHFError, CheckpointError
-from asyncrlhf.learner.copies import to_device
 from asyncrlhf.learner.rank_models import RankModels
 from asyncrlhf.learner.ranks import all_gather, all_sum, barrier, gathered
 from asyncrlhf.learner.settings.learner_config import MOST_SKIPPED, VALUE_COEF, BackendSpec, StepResult
@@ -28,6 +27,7 @@ from asyncrlhf.learner.step.plan import Microbatch, ResponseTokens, StepPlan, pl
 from asyncrlhf.learner.step.targets import fill, fills, needs_policy, sequence_ess_fraction, set_targets
 from asyncrlhf.learner.step.wall import check_branches
 from asyncrlhf.learner.updates.updaters import schedule_factor
+from asyncrlhf.models.copies import to_device
 from asyncrlhf.types import TrainBatch
 
 

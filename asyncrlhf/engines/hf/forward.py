@@ -66,10 +66,10 @@ class SlotPasses(KVCache, Passes):
         self._forward: Forward = LeanForward(model) if is_lean(model) else AttentionInterfaceForward(model)
 
     def step(self, table: SlotTable, prefills: Sequence[Prefill]) -> torch.Tensor:
-        return self._forward(self, plan_step(table, prefills, self, self._device))
+        return self._forward(self, self.placed(plan_step(table, prefills, self)))
 
     def score(self, text: IntArray) -> torch.Tensor:
-        return self._forward(self, plan_score(text, self._device))
+        return self._forward(self, self.placed(plan_score(text)))
 
 
 def is_lean(model: transformers.PreTrainedModel) -> bool:
@@ -114,23 +114,29 @@ class LeanForward:
         self._kv_heads = config.num_key_value_heads
         self._head_dim = self._layers[0].self_attn.head_dim
         self._scoring = [Scoring(layer.self_attn.scaling) for layer in self._layers]
-        self._rotary = torch.empty(2, 0, 1, self._head_dim)
+        self._rotary = torch.empty(0, 2, 1, self._head_dim)
 
     def _rotation(self, positions: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [T, 1, D] from a table that grows with the longest position."""
-        if longest >= self._rotary.shape[1]:
+        """cos and sin [T, 1, D], the sines of the first half negated, from a table that grows with the longest
+        position."""
+        if longest >= len(self._rotary):
             weight = self._trunk.embed_tokens.weight
             steps = torch.arange(2 * longest + 64, device=weight.device)
             cos, sin = self._trunk.rotary_emb(weight[:1, None], position_ids=steps[None])
-            self._rotary = torch.stack((cos[0], sin[0]))[:, :, None]
-        return self._rotary[0][positions], self._rotary[1][positions]
+            sin[..., : self._head_dim // 2].neg_()
+            self._rotary = torch.stack((cos[0], sin[0]), dim=1)[:, :, None]
+        both = self._rotary[positions]
+        return both[:, 0], both[:, 1]
 
     @staticmethod
     def _norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
-        if hidden.dtype != torch.float32:
-            # The fused kernel rounds low precision at another place than the learner's module does.
-            return norm(hidden)
-        return F.rms_norm(hidden, hidden.shape[-1:], norm.weight, norm.variance_epsilon)
+        width, epsilon = hidden.shape[-1:], norm.variance_epsilon
+        if hidden.dtype == torch.float32:
+            return F.rms_norm(hidden, width, norm.weight, epsilon)
+        if hidden.dtype == torch.float64:
+            return norm(hidden)  # which computes in float32
+        # With the weight it would round low precision at another place than the learner's module does.
+        return norm.weight * F.rms_norm(hidden, width, None, epsilon)
 
     def __call__(self, cache: KVCache, plan: ForwardPlan) -> torch.Tensor:
         hidden = F.embedding(plan.input_ids, self._trunk.embed_tokens.weight)
@@ -142,9 +148,9 @@ class LeanForward:
                 len(hidden), -1, self._head_dim
             )
             straight = qkv[:, :rotated_heads]
-            turned = torch.cat((-straight[..., half:], straight[..., :half]), dim=-1)
-            rotated = straight * cos + turned * sin
-            query, key = rotated[:, : self._heads], rotated[:, self._heads :]
+            turned = torch.cat((straight[..., half:], straight[..., :half]), dim=-1)
+            straight.mul_(cos).add_(turned.mul_(sin))
+            query, key = straight[:, : self._heads], straight[:, self._heads :]
             attended = cache.attend(i, query, key, qkv[:, rotated_heads:], self._scoring[i], plan)
             if i == len(self._layers) - 1:
                 # Nothing reads the other tokens' hidden states after the last keys and values are written.

@@ -16,6 +16,7 @@ from asyncrlhf.engines.hf.sampling import penalise_repetition, sample_tokens, un
 from asyncrlhf.engines.hf.slots import SlotTable, choose_prefills
 from asyncrlhf.engines.hf.wall import find_passes
 from asyncrlhf.models.checkpoint_folder import context_of
+from asyncrlhf.models.copies import to_device
 from asyncrlhf.models.offload import Offload, free_cache
 from asyncrlhf.types import FloatArray, GenerationRequest, IntArray, Rollout
 
@@ -81,7 +82,7 @@ class HFEngine(Engine):
     def _sample(self, logits: torch.Tensor, rows: IntArray) -> list[Rollout]:
         table = self._table
         if len(rows) < table.count:
-            logits = logits[torch.from_numpy(rows).to(self._device)]
+            logits = logits[to_device(torch.from_numpy(rows), self._device)]
         facts = table.rows[rows]
         uniform = uniforms(facts["state"], facts["length"] - facts["prompt_length"])
         if (facts["repetition_penalty"] != 1.0).any():
@@ -229,7 +230,7 @@ class HFEngine(Engine):
             return np.zeros(0, np.float32)
         logprobs = torch.log_softmax(self._passes.score(text)[:, : self._sampled_ids].float(), dim=-1)
         # Entry t is the log-prob of token t + 1; the prediction of the last token is left out.
-        following = torch.from_numpy(text[1:, None]).to(logprobs.device)
+        following = to_device(torch.from_numpy(text[1:, None]), logprobs.device)
         return logprobs[:-1].gather(1, following)[:, 0].cpu().numpy()
 
     def close(self) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 
 from asyncrlhf.engines.hf.layer_shapes import LayerShape
 from asyncrlhf.engines.hf.slot_attention import (
@@ -18,7 +16,7 @@ from asyncrlhf.engines.hf.slot_attention import (
     decode_attention,
     prefill_attention,
 )
-from asyncrlhf.types import IntArray
+from asyncrlhf.models.copies import all_to_device, to_device
 
 
 @dataclass(frozen=True)
@@ -26,17 +24,17 @@ class GroupPlan:
     """Where the layers of one :class:`LayerGroup` write, and what their decoding rows attend to."""
 
     attended: int  # places of a row that decoding rows attend to
-    bias: torch.Tensor  # [num_decode, 1, 1, attended] 0 or -inf
-    write_source: torch.Tensor | None  # [W] token of each write; None: token w itself
-    write_index: torch.Tensor  # [W * Hkv] flat places in the cache
+    source: torch.Tensor | None  # [W] token of each write; None: token w itself
+    rows: torch.Tensor  # [W] where it goes
+    places: torch.Tensor  # [W]
 
 
 @dataclass(frozen=True)
 class ForwardPlan:
     """One forward pass over packed tokens [T]: first one token of each decoding row, then the prefilled sequences.
 
-    Prefilled tokens only write keys and values; logits are computed for the first ``num_logits`` tokens. All tensors
-    are on the model's device.
+    Prefilled tokens only write keys and values; logits are computed for the first ``num_logits`` tokens. Tensors are on
+    the host until :meth:`KVCache.placed`.
     """
 
     input_ids: torch.Tensor  # [T]
@@ -46,6 +44,7 @@ class ForwardPlan:
     longest: int  # the largest position
     buckets: tuple[PrefillBucket, ...]
     groups: tuple[GroupPlan, ...] = ()  # of the cache's groups; none: nothing is written, and no row decodes
+    biases: tuple[torch.Tensor, ...] = ()  # of each group [num_decode, 1, 1, attended] 0 or -inf
 
 
 class LayerGroup:
@@ -60,7 +59,7 @@ class LayerGroup:
         rows = (layers, slots, shape.kv_heads, 0)
         self._keys = torch.zeros((*rows, shape.key_dim), dtype=dtype, device=device)
         self._values = torch.zeros((*rows, shape.value_dim), dtype=dtype, device=device)
-        self._heads = torch.arange(shape.kv_heads, device=device)
+        self._seen, self._unseen = torch.tensor([0.0, -torch.inf], dtype=dtype, device=device)
 
     @property
     def places(self) -> int:
@@ -91,29 +90,25 @@ class LayerGroup:
         for data in (self._keys, self._values):
             data[:, target, :, :length] = data[:, source, :, :length]
 
-    def sees(self, last: IntArray, attended: int) -> NDArray[np.bool_]:
-        """Which of the first places [n, attended] hold a key that the newest tokens, at positions ``last`` [n], see."""
-        newest, place = last[:, None], np.arange(attended)
+    def bias(self, last: torch.Tensor, attended: int) -> torch.Tensor:
+        """0 for those of the first places [n, 1, 1, attended] that hold a key which the newest tokens, at positions
+        ``last`` [n], see; -inf for the others."""
+        newest, place = last[:, None, None, None], torch.arange(attended, device=last.device)
         if self.shape.window is None:
-            return np.asarray(place <= newest)
+            return torch.where(place <= newest, self._seen, self._unseen)
         age = (newest - place) % self.places
-        return np.asarray((age <= newest) & (age < self.shape.window))
-
-    def flat_index(self, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Flat places [W * Hkv] of the places [W] of rows [W], for :attr:`GroupPlan.write_index`."""
-        flat = (rows[:, None] * self.shape.kv_heads + self._heads) * self.places + places[:, None]
-        return flat.flatten()
+        return torch.where((age <= newest) & (age < self.shape.window), self._seen, self._unseen)
 
     def write(self, index: int, key: torch.Tensor, value: torch.Tensor, plan: GroupPlan) -> None:
         """Write keys [T, Hkv, D] and values [T, Hkv, Dv] of the group's layer ``index``."""
         for data, states in ((self._keys, key), (self._values, value)):
-            written = states if plan.write_source is None else states[plan.write_source]
-            data[index].view(-1, data.shape[-1]).index_copy_(0, plan.write_index, written.reshape(-1, data.shape[-1]))
+            written = states if plan.source is None else states[plan.source]
+            data[index].transpose(1, 2).index_put_((plan.rows, plan.places), written)
 
-    def decode(self, index: int, query: torch.Tensor, scoring: Scoring, plan: GroupPlan) -> torch.Tensor:
+    def decode(self, index: int, query: torch.Tensor, scoring: Scoring, bias: torch.Tensor) -> torch.Tensor:
         """Attention of decoding rows [n, H, D] over their places -> [n, H * Dv]."""
-        key, value = (data[index, : len(query), :, : plan.attended] for data in (self._keys, self._values))
-        return decode_attention(query, key, value, plan.bias, scoring)
+        key, value = (data[index, : len(query), :, : bias.shape[-1]] for data in (self._keys, self._values))
+        return decode_attention(query, key, value, bias, scoring)
 
 
 class KVCache:
@@ -152,9 +147,26 @@ class KVCache:
 
     def copy_rows(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
         """Copy what is kept of the first ``length`` positions of rows ``source`` to rows ``target``."""
-        src, dst = torch.tensor(source, device=self._device), torch.tensor(target, device=self._device)
+        src, dst = to_device(torch.tensor([source, target]), self._device)
         for group in self.groups:
             group.copy_rows(src, dst, length)
+
+    def placed(self, plan: ForwardPlan) -> ForwardPlan:
+        """``plan`` on the cache's device, which gets it in one copy, with its biases."""
+        optional = [x for bucket in plan.buckets for x in (bucket.pad, bucket.unpad)]
+        optional += [x for group in plan.groups for x in (group.source, group.rows, group.places)]
+        given = [plan.input_ids, plan.positions, *(x for x in optional if x is not None)]
+        ids, positions, *others = all_to_device(given, self._device)
+        rest = iter(others)
+
+        def there(x: torch.Tensor | None) -> torch.Tensor | None:
+            return None if x is None else next(rest)
+
+        buckets = tuple(replace(bucket, pad=there(bucket.pad), unpad=there(bucket.unpad)) for bucket in plan.buckets)
+        groups = tuple(GroupPlan(x.attended, there(x.source), next(rest), next(rest)) for x in plan.groups)
+        last = positions[: plan.num_decode]
+        biases = tuple(group.bias(last, x.attended) for group, x in zip(self.groups, plan.groups, strict=False))
+        return replace(plan, input_ids=ids, positions=positions, buckets=buckets, groups=groups, biases=biases)
 
     def attend(
         self,
@@ -172,7 +184,7 @@ class KVCache:
         parts = []
         if plan.groups:
             group.write(index, key, value, plan.groups[number])
-            parts.append(group.decode(index, query[: plan.num_decode], scoring, plan.groups[number]))
+            parts.append(group.decode(index, query[: plan.num_decode], scoring, plan.biases[number]))
         for bucket in plan.buckets:
             part = slice(bucket.start, bucket.stop)
             parts.append(prefill_attention(query[part], key[part], value[part], scoring, group.shape.window, bucket))

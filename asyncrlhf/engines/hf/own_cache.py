@@ -17,6 +17,7 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 from asyncrlhf.engines.hf.forward import Passes
 from asyncrlhf.engines.hf.slots import PREFILL_TOKENS, Prefill, SlotTable
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.models.copies import to_device
 from asyncrlhf.models.plain_pass import own_pass
 from asyncrlhf.types import IntArray
 
@@ -76,7 +77,7 @@ class OwnCachePasses(Passes):
             found = self._advance(cohort, rows, table.tokens[rows, cohort.length : table.length[rows[0]]])
             if logits is None:
                 logits = found.new_zeros(table.count, found.shape[-1])
-            logits[torch.tensor(rows, device=found.device)] = found
+            logits[to_device(torch.tensor(rows), found.device)] = found
         assert logits is not None, "a step without a ready row"
         return logits
 
@@ -114,7 +115,7 @@ class OwnCachePasses(Passes):
         if cohort.cache is not None:
             places = [self._kept[row][1] for row in rows]
             if places != list(range(cohort.batch)):
-                chosen = select_rows(cohort.cache, torch.tensor(places, device=self._model.device), cohort.batch)
+                chosen = select_rows(cohort.cache, to_device(torch.tensor(places), self._model.device), cohort.batch)
                 cohort = Cohort(chosen, cohort.length, len(rows))
         logits, advanced = self._cached_pass(cohort, tokens)
         self._kept |= {row: (advanced, place) for place, row in enumerate(rows)}
@@ -145,7 +146,7 @@ def own_logits(model: transformers.PreTrainedModel, tokens: IntArray, *, last: i
 
 
 def _ids(model: transformers.PreTrainedModel, tokens: IntArray) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(tokens, np.int64)).to(model.device)
+    return to_device(torch.from_numpy(np.ascontiguousarray(tokens, np.int64)), model.device)
 
 
 def select_rows(cache: Any, rows: torch.Tensor, batch: int) -> Any:

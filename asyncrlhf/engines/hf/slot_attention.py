@@ -138,8 +138,8 @@ def _explicit_attention(
     return out
 
 
-def make_buckets(lengths: Sequence[int], start: int, device: torch.device) -> tuple[PrefillBucket, ...]:
-    """Buckets of sequences that are packed from token ``start`` in ascending order of ``lengths``.
+def make_buckets(lengths: Sequence[int], start: int) -> tuple[PrefillBucket, ...]:
+    """Buckets, on the host, of sequences that are packed from token ``start`` in ascending order of ``lengths``.
 
     A sequence opens a new bucket when it is over twice as long as the first of the present one, so that ragged
     prompts pad little.
@@ -150,13 +150,13 @@ def make_buckets(lengths: Sequence[int], start: int, device: torch.device) -> tu
         if i < len(lengths) and lengths[i] <= 2 * lengths[first] + LENGTH_MULTIPLE:
             continue
         members = np.asarray(lengths[first:i], np.int64)
-        buckets.append(_bucket(members, start, device))
+        buckets.append(_bucket(members, start))
         start += int(members.sum())
         first = i
     return tuple(buckets)
 
 
-def _bucket(lengths: IntArray, start: int, device: torch.device) -> PrefillBucket:
+def _bucket(lengths: IntArray, start: int) -> PrefillBucket:
     stop = start + int(lengths.sum())
     width = int(lengths.max())
     if int(lengths.min()) == width:
@@ -165,6 +165,4 @@ def _bucket(lengths: IntArray, start: int, device: torch.device) -> PrefillBucke
     unpad = np.flatnonzero(real)
     pad = np.zeros(real.size, np.int64)
     pad[unpad] = np.arange(stop - start)
-    return PrefillBucket(
-        start, stop, len(lengths), torch.from_numpy(pad).to(device), torch.from_numpy(unpad).to(device)
-    )
+    return PrefillBucket(start, stop, len(lengths), torch.from_numpy(pad), torch.from_numpy(unpad))

@@ -76,13 +76,13 @@ class SlotTable:
 
     def append(self, rows: IntArray, draws: Draws, version: int) -> tuple[IntArray, NDArray[np.bool_]]:
         """Append a sampled token to each of ``rows``; returns the rows that ended, and whether by a stop token."""
-        place, tokens = self.length[rows], draws.tokens.cpu().numpy()
+        place, tokens = self.length[rows], draws.tokens.numpy()
         self.tokens[rows, place] = tokens
-        self.logprobs[rows, place] = draws.logprobs.cpu().numpy()
+        self.logprobs[rows, place] = draws.logprobs.numpy()
         self.versions[rows, place] = version
         self.length[rows] = place + 1
         if len(draws.kept_ids):
-            ids, ends = draws.kept_ids.cpu().numpy().astype(np.int32), draws.kept_counts.cumsum(0).tolist()
+            ids, ends = draws.kept_ids.numpy().astype(np.int32), draws.kept_counts.cumsum(0).tolist()
             for row, start, end in zip(rows.tolist(), [0, *ends], ends, strict=False):
                 if end > start:
                     self.kept[row].append(ids[start:end])
@@ -145,8 +145,8 @@ def choose_prefills(table: SlotTable) -> list[Prefill]:
     return sorted(shared.values(), key=lambda item: len(item[0]))
 
 
-def plan_step(table: SlotTable, prefills: Sequence[Prefill], cache: KVCache, device: torch.device) -> ForwardPlan:
-    """One decode iteration of all active rows together with ``prefills``."""
+def plan_step(table: SlotTable, prefills: Sequence[Prefill], cache: KVCache) -> ForwardPlan:
+    """One decode iteration of all active rows together with ``prefills``, on the host."""
     n = table.count
     rows = np.arange(n)
     last = table.length[:n] - 1
@@ -163,23 +163,18 @@ def plan_step(table: SlotTable, prefills: Sequence[Prefill], cache: KVCache, dev
         packed += size
     writes = _joined(source), _joined(target), _joined(place)
     return ForwardPlan(
-        input_ids=_on(device, _joined(ids)),
-        positions=_on(device, _joined(positions)),
+        input_ids=_tensor(_joined(ids)),
+        positions=_tensor(_joined(positions)),
         num_decode=n,
         num_logits=n,
         longest=int(last.max()),
-        buckets=make_buckets([len(sequence) for sequence, _ in prefills], n, device),
-        groups=tuple(_plan_group(group, last, writes, packed, cache.dtype, device) for group in cache.groups),
+        buckets=make_buckets([len(sequence) for sequence, _ in prefills], n),
+        groups=tuple(_plan_group(group, last, writes, packed) for group in cache.groups),
     )
 
 
 def _plan_group(
-    group: LayerGroup,
-    last: IntArray,
-    writes: tuple[IntArray, IntArray, IntArray],
-    packed: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    group: LayerGroup, last: IntArray, writes: tuple[IntArray, IntArray, IntArray], packed: int
 ) -> GroupPlan:
     """``last`` [n]: each row's newest position; ``writes``: packed token, row and position of each key to write."""
     source, target, position = writes
@@ -189,24 +184,19 @@ def _plan_group(
         newest = position > last[target] - group.places
         source, target, position = source[newest], target[newest], position[newest] % group.places
     attended = min(-(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, group.places)
-    bias = np.where(group.sees(last, attended), np.float32(0), np.float32(-np.inf))
-    return GroupPlan(
-        attended=attended,
-        bias=torch.from_numpy(bias).to(device, dtype)[:, None, None],
-        write_source=None if len(source) == len(writes[0]) == packed else _on(device, source),
-        write_index=group.flat_index(_on(device, target), _on(device, position)),
-    )
+    every = len(source) == len(writes[0]) == packed
+    return GroupPlan(attended, None if every else _tensor(source), _tensor(target), _tensor(position))
 
 
-def plan_score(text: IntArray, device: torch.device) -> ForwardPlan:
-    """All logits of one text; nothing is cached."""
+def plan_score(text: IntArray) -> ForwardPlan:
+    """All logits of one text, on the host; nothing is cached."""
     return ForwardPlan(
-        input_ids=_on(device, text),
-        positions=_on(device, np.arange(len(text))),
+        input_ids=_tensor(text),
+        positions=torch.arange(len(text)),
         num_decode=0,
         num_logits=len(text),
         longest=len(text),
-        buckets=make_buckets([len(text)], 0, device),
+        buckets=make_buckets([len(text)], 0),
     )
 
 
@@ -214,5 +204,5 @@ def _joined(arrays: Sequence[IntArray]) -> IntArray:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _on(device: torch.device, array: IntArray) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(device)
+def _tensor(array: IntArray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, np.int64))

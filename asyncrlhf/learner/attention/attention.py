@@ -27,7 +27,7 @@ from asyncrlhf.learner.attention.varlen import (
     varlen_kernel,
     varlen_takes,
 )
-from asyncrlhf.learner.copies import to_device
+from asyncrlhf.models.copies import to_device
 from asyncrlhf.types import IntArray
 
 IMPLEMENTATION = "asyncrlhf_packed"

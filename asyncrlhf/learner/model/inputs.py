@@ -11,7 +11,7 @@ import torch
 from asyncrlhf.algorithms.logprobs import KeptSets
 from asyncrlhf.data.branches import Branches
 from asyncrlhf.learner.attention.attention import Layout, PackedLayout
-from asyncrlhf.learner.copies import to_device
+from asyncrlhf.models.copies import to_device
 from asyncrlhf.types import IdArray, IntArray, TrainBatch
 
 

@@ -7,9 +7,9 @@ import torch
 
 from asyncrlhf.data.branches import last_texts
 from asyncrlhf.data.packing import microbatch_indices, select
-from asyncrlhf.learner.copies import to_device
 from asyncrlhf.learner.model.inputs import PackedInputs
 from asyncrlhf.learner.step.plan import Microbatch, StepPlan
+from asyncrlhf.models.copies import to_device
 
 
 def cut_answers(plan: StepPlan, token_budget: int, device: torch.device) -> tuple[list[Microbatch], torch.Tensor]:

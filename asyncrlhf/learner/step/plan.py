@@ -11,11 +11,11 @@ import torch
 
 from asyncrlhf.data.branches import pass_lengths
 from asyncrlhf.data.packing import microbatch_indices, minibatch_indices, select, sequence_lengths
-from asyncrlhf.learner.copies import to_device, to_host
 from asyncrlhf.learner.model.forward import TokenFacts
 from asyncrlhf.learner.model.inputs import PackedInputs
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
 from asyncrlhf.learner.step.without_gradient import zero_gradient_sequences
+from asyncrlhf.models.copies import to_device, to_host
 from asyncrlhf.types import IntArray, TrainBatch
 
 

@@ -192,13 +192,14 @@ def test_greedy_takes_the_argmax_and_reports_the_plain_logprob() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_logits_that_are_not_finite_are_named(bad: float, temperature: float) -> None:
-    logits = torch.zeros(3, 19)
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.7, 1.0), (1.0, 1.0), (1.0, 0.9)])
+@pytest.mark.parametrize("vocabulary", [19, 5000])
+def test_logits_that_are_not_finite_are_named(bad: float, temperature: float, top_p: float, vocabulary: int) -> None:
+    logits = torch.zeros(3, vocabulary)
     logits[1, 4] = bad
     one, off = np.ones(3), np.zeros(3)
     with pytest.raises(AsyncRLHFError, match="logits are not finite"):
-        sample_tokens(logits, one * 0.5, one * temperature, one, off.astype(np.int64), off)
+        sample_tokens(logits, one * 0.5, one * temperature, one * top_p, off.astype(np.int64), off)
 
 
 def test_the_repetition_penalty_is_transformers() -> None:
