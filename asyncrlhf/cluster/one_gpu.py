@@ -26,7 +26,7 @@ def learner_needs(config: RunConfig) -> dict[str, float]:
     parameters = sum(p.numel() for p in blank.parameters())
     rank, linear = config.model.lora.r, [m for m in blank.modules() if isinstance(m, torch.nn.Linear)]
     trained = rank * sum(m.in_features + m.out_features for m in linear) if rank else parameters
-    width, copies = (4, 0) if own.mixed_precision == "none" else (2, 2)  # autocast keeps copies of the weights
+    width, copies = (4, 0) if own.mixed_precision == "none" else (2, 2)  # the passes have copies of the weights
     models = 1 + (algorithm.needs_critic and not config.critic_served)
     frozen = _itemsize(config.model.dtype) * (algorithm.needs_reference and not config.reference_served)
     sent = _itemsize(resolve_dtype(config.weights.dtype, config.engine_dtypes) or "float32")

@@ -116,14 +116,16 @@ class RankModels:
 
     def _repeat_layers(self) -> None:
         """Repeat as many layers in the backward pass as the free memory asks for."""
-        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        modules = [self.model, *([] if self.critic is None else [self.critic.trunk])]
+        trained = sum(p.numel() for module in modules for p in module.parameters() if p.requires_grad)
         free = free_bytes(self.device)
-        # To come: gradients, AdamW's moments, the passes' copies of the weights.
-        left = free - trained * (12 + 2 * bool(self.halves))
+        # To come: gradients, also those of DistributedDataParallel; AdamW's moments; the passes' copies of the weights.
+        left = free - trained * (12 + 4 * (self.ranks > 1) + 2 * bool(self.halves))
         layers = [layer for layer in decoder_layers(self.model) if hasattr(layer, "gradient_checkpointing")]
         count = layers_to_repeat(self.policy, layers, self.config.token_budget, left) if layers else 0
         if count:
-            checkpoint_layers(self.model, but=layers[count:])
+            for module in modules:  # which pass one after the other
+                checkpoint_layers(module, but=decoder_layers(module)[count:])
             also = f"{count} of {len(layers)} layers compute activations again: {free / 1e9:.1f} GB are free."
             self.note = f"{self.note} {also}".strip()
 

@@ -205,10 +205,11 @@ class LearnerConfig:
             "learner.routing_replay does not work with learner.compile, which would compile the routers' own choice; "
             "allowed: compile=false.",
         )
+        together = self.sharded or self.zero_stage or self.sequence_parallel_size * self.context_parallel_size > 1
         check(
-            self.gradient_checkpointing is not None or not (self.sharded or self.zero_stage),
-            f"learner.gradient_checkpointing=null does not work with {self.layout}, whose ranks must repeat the same "
-            "layers; allowed: true or false.",
+            self.gradient_checkpointing is not None or not together,
+            "learner.gradient_checkpointing=null does not work with ranks that pass one layer together "
+            f"({self.dealt_out or self.layout}), which must repeat the same ones; allowed: true or false.",
         )
         check(
             not (self.compile and self.zero_stage == 3),

@@ -188,8 +188,8 @@ class DeepSpeedUpdater(Updater):
         for engine in self._engines.values():
             engine.step()
         if any(engine.optimizer.overflow for engine in self._engines.values()):
-            return torch.tensor(math.nan)
-        return torch.as_tensor(self._engines["policy"].get_global_grad_norm())
+            return torch.tensor(math.nan, device=self.device)
+        return torch.as_tensor(self._engines["policy"].get_global_grad_norm(), device=self.device)
 
     def _save_own(self, folder: Path, rank: int, writer: StateWriter) -> dict[str, Any]:
         barrier(self.ranks)
@@ -257,7 +257,7 @@ class DeepSpeedUpdater(Updater):
                 engine.step()
             else:
                 engine.zero_grad()
-        return norms[0] if finite else torch.tensor(math.nan)
+        return norms[0] if finite else torch.tensor(math.nan, device=self.device)
 
     def _engine_of(self, module: Any) -> Any:
         return module.engine if isinstance(module, _Unpacked) else module

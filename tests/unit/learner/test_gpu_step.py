@@ -114,6 +114,13 @@ def test_without_a_gpu_nothing_is_repeated() -> None:
     assert not any(layer.gradient_checkpointing for layer in trained.model.model.layers) and not trained.note
 
 
-def test_ranks_that_must_repeat_the_same_layers_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"gradient_checkpointing=null does not work with learner.sharding=fsdp2"):
-        LearnerConfig(gradient_checkpointing=None, sharding="fsdp2")
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ({"sharding": "fsdp2"}, "learner.sharding=fsdp2"),
+        ({"context_parallel_size": 2}, "learner.context_parallel_size=2"),
+    ],
+)
+def test_ranks_that_must_repeat_the_same_layers_are_refused(layout: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"gradient_checkpointing=null does not work with ranks .*\({said}\)"):
+        LearnerConfig(gradient_checkpointing=None, ranks=2, **layout)
