@@ -71,7 +71,7 @@ def small() -> transformers.PreTrainedModel:
 
 
 def test_a_sequence_that_sees_the_one_before_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrlhf.learner import torch_backend
+    from asyncrlhf.learner import rank_models
     from asyncrlhf.learner.attention.attention import PackedLayout
     from asyncrlhf.learner.model.forward import PackedPolicy
 
@@ -90,7 +90,7 @@ def test_a_sequence_that_sees_the_one_before_it_is_refused(monkeypatch: pytest.M
         "the layout's borders are those of single sequences, too"
     )
     # The page compares on its own: a learner that chose wrongly is found, too.
-    monkeypatch.setattr(torch_backend, "learner_policy", lambda model, *_: (PackedPolicy(model), ""))
+    monkeypatch.setattr(rank_models, "learner_policy", lambda model, *_: (PackedPolicy(model), ""))
     way = learner_way(small())
     assert way.refused and "differ from those of a plain pass" in way.why
 
