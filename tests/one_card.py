@@ -15,7 +15,7 @@ from asyncrlhf.engines import engine
 from asyncrlhf.engines.hf import hf_engine
 from asyncrlhf.transport import cuda_ipc
 
-QUEUED_SECONDS = 0.5  # for which a copy that nobody waits for stays in the queue
+QUEUED_SECONDS = 0.5  # for which a copy without a waiting host stays in the queue
 
 
 class Card:

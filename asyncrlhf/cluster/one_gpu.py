@@ -16,11 +16,12 @@ from asyncrlhf.models.checkpoint_folder import load_shape
 from asyncrlhf.transport.weights_config import resolve_dtype
 
 STATES = {"adamw_8bit": 2}  # bytes per parameter of the optimizer's states; AdamW's, as of others, are 8
-MAX_LOGITS = 2**27  # elements that the learner holds at once (learner/model/forward.py)
 
 
 def learner_needs(config: RunConfig) -> dict[str, float]:
     """Bytes on the GPU of a learner of one rank at work, by what they are for."""
+    from asyncrlhf.learner.model.forward import MAX_LOGITS  # imports what a driver without this placement does not need
+
     own, algorithm = config.learner, config.algorithm
     blank, text = blank_model(config.model), load_shape(config.model).get_text_config()
     parameters = sum(p.numel() for p in blank.parameters())

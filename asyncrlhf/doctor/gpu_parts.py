@@ -1,8 +1,9 @@
 """Measurements of ``asyncrlhf doctor --gpu`` other than whole runs: each is a separate process that prints a JSON
 object.
 
-``python -m asyncrlhf.doctor.gpu_parts`` with ``step SHAPE DEVICE TOKENS SEQUENCES``, ``generate SHAPE DEVICE SLOTS
-LENGTH``, ``sleep`` with the same, ``broadcast DEVICES BYTES`` or ``model SHAPE FOLDER DEVICE``.
+``python -m asyncrlhf.doctor.gpu_parts`` with ``step SHAPE DEVICE TOKENS SEQUENCES``, ``compiled`` with the same,
+``generate SHAPE DEVICE SLOTS LENGTH``, ``sleep`` with the same, ``broadcast DEVICES BYTES`` or
+``model SHAPE FOLDER DEVICE``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""bfloat16 passes over float32 weights in every layout: the same steps as one rank's, whoever casts the weights."""
+"""bfloat16 passes over float32 weights in every layout: the same steps as one rank's, wherever the weights are cast."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Learner and generators share one GPU's memory and work at the same time: whole runs on the virtual clock over the
 transport cuda_ipc, with a table in place of CUDA's handles. Every reader finds one whole version, however slow it is,
-and whoever dies."""
+also after each death."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class OneCard:
             return await train(learner, rollouts)
 
         async def load(worker: GeneratorWorker, version: int, cache: Any, ticket: Any = None) -> None:
-            # The process goes on when nobody waits for its answer any more.
+            # The process goes on after its answer is no longer awaited.
             await asyncio.shield(asyncio.ensure_future(self._read_and_load(worker, version, cache, ticket)))
 
         monkeypatch.setattr(LocalRuntime, "maps", True, raising=False)
@@ -170,7 +170,7 @@ def test_a_reader_killed_in_the_middle_delays_nobody_and_comes_back(tmp_path: Pa
 def test_a_reader_that_is_too_slow_is_given_up_and_what_it_reads_later_harms_nobody(
     tmp_path: Path, one_card: OneCard
 ) -> None:
-    """Its process lives on and reads memory that the learner writes by then; nobody takes anything from it."""
+    """Its process lives on and reads memory that the learner writes by then; nothing is taken from it."""
     late: list[int] = []
 
     def delay(name: str, version: int) -> float:
