@@ -5,7 +5,8 @@ Ray that starts under :meth:`ForkedWorkers.serving` gets a command in place of t
 command passes its arguments, environment and output files to a server, which forks; the child runs Ray's own worker
 script, unchanged. For anything else, or without a server, the command becomes the interpreter.
 
-Only for runs without a GPU: a library that touches CUDA while it is imported makes CUDA unusable in every fork.
+On a machine with GPUs too: none of these imports touches a device. A library that did would make it unusable in every
+fork, so the server looks what it has open: with a device of the machine it declines every call, and says so.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ if forks():
         pass
 os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 """
+HARMLESS = ("/dev/null", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/pts/", "/dev/shm/")
+DECLINED = "Ray's workers are not forked, and start later: a library that they import has opened {devices}."
 PREFIX = "asyncrlhf-forks-"
 PATIENCE_SECONDS = 60.0  # for a fork, of which the first waits for the imports
 
@@ -122,6 +125,7 @@ def serve(path: str) -> Call | None:
     print("listening", flush=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # leaves no zombies
+    devices: list[str] = []
     with rare_collections():
         for name in FIRST:
             importlib.import_module(name)
@@ -132,13 +136,23 @@ def serve(path: str) -> Call | None:
             words, environment, folder, group = json.loads(caller.makefile().readline())
             if THEN[0] not in sys.modules:
                 _import_rest(environment)
-            if os.fork() == 0:
+                devices = opened_devices()
+                if devices:
+                    print(DECLINED.format(devices=", ".join(devices)), file=sys.stderr, flush=True)
+            if not devices and os.fork() == 0:
                 listening.close()
                 return Call(words, environment, folder, group, files, caller)
             for file in files:
                 os.close(file)
         caller.close()
     return None
+
+
+def opened_devices() -> list[str]:
+    """The devices under /dev that this process has open, but for terminals, random numbers and shared memory."""
+    with os.scandir("/proc/self/fd") as files:
+        opened = {os.path.realpath(file.path) for file in files}
+    return sorted(path for path in opened if path.startswith("/dev/") and not path.startswith(HARMLESS))
 
 
 @dataclass(frozen=True)

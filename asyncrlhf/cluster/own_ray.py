@@ -68,15 +68,15 @@ def renew_handlers() -> None:
 class OwnRay:
     """Starts at construction. Its files, logs among them, go at its end, unless RAY_TMPDIR names a place for them.
 
-    ``cpus``: logical CPUs that it offers; ``store``: bytes of its object store; ``forks``: workers are forked (see
-    :mod:`asyncrlhf.cluster.forked_workers`), False if any will use a GPU; ``options``: others of ``ray.init``.
+    ``cpus``: logical CPUs that it offers; ``store``: bytes of its object store; ``options``: others of ``ray.init``.
+    Its workers are forked (see :mod:`asyncrlhf.cluster.forked_workers`).
     """
 
-    def __init__(self, cpus: int, store: int, forks: bool = True, **options: Any) -> None:
+    def __init__(self, cpus: int, store: int, **options: Any) -> None:
         for name, value in (END_WITH_ACTORS, NO_TASK_EVENTS, NO_WORKERS_AHEAD, *MALLOC.items()):
             os.environ.setdefault(name, value)  # inherited by Ray's processes
-        self.size = (cpus, store, forks)
-        self._workers = ForkedWorkers() if forks else None
+        self.size = (cpus, store)
+        self._workers = ForkedWorkers()
         self._scratch = _folder()
         options = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR, **options}
         if self._scratch:
@@ -84,7 +84,7 @@ class OwnRay:
         before = set(psutil.Process().children(recursive=True))
         try:
             with (
-                self._workers.serving() if self._workers else nullcontext(),
+                self._workers.serving(),
                 self._scratch.of_processes() if self._scratch else nullcontext(),
             ):
                 # address: never a cluster that happens to run here
@@ -110,8 +110,7 @@ class OwnRay:
 
     def stop(self) -> None:
         shut_down()
-        if self._workers:
-            self._workers.close()
+        self._workers.close()
         if self._scratch:
             self._scratch.close()
 
@@ -147,13 +146,13 @@ def stop_kept() -> None:
         kept.stop()
 
 
-def lend(cpus: int, store: int, forks: bool) -> OwnRay:
+def lend(cpus: int, store: int) -> OwnRay:
     """A Ray for one run: the kept one if it has this size, else a new one. It goes back by :func:`give_back`."""
-    if _Kept.ray is not None and _Kept.ray.size == (cpus, store, forks):
+    if _Kept.ray is not None and _Kept.ray.size == (cpus, store):
         kept, _Kept.ray = _Kept.ray, None
         return kept
     stop_kept()
-    return OwnRay(cpus, store, forks)
+    return OwnRay(cpus, store)
 
 
 def give_back(own: OwnRay) -> None:

@@ -94,7 +94,7 @@ class RayRuntime(Runtime):
             if sum(part.cpus for part in self._parts) > (os.cpu_count() or 1):
                 os.environ.setdefault(*BRIEF_SPINS)
             cpus, store = int(this_machine(plan, gpus=0).total["CPU"]), self._config.object_store_mb * 2**20
-            self._own_ray = lend(cpus, store, forks=not plan.total("GPU"))
+            self._own_ray = lend(cpus, store)
         self._joined = True
 
     async def _set_cores_aside(self) -> None:

@@ -166,7 +166,7 @@ class Sweeper:
             from asyncrlhf.cluster.own_ray import OwnRay
 
             store = max(config.ray.object_store_mb for config in self._plan.configs) * 2**20
-            self._ray = OwnRay(math.ceil(self._cores), store, forks=self._forks)
+            self._ray = OwnRay(math.ceil(self._cores), store)
         return self._ray.address
 
     def _stop_ray(self) -> None:

@@ -83,7 +83,7 @@ AFTERWARDS = """
 import os, signal
 from asyncrlhf.cluster.own_ray import OwnRay
 signal.signal(signal.SIGTERM, lambda *_: print("handled"))
-ray = OwnRay(1, 100 * 2**20, forks=False)
+ray = OwnRay(1, 100 * 2**20)
 os.kill(os.getpid(), signal.SIGTERM)
 ray.stop()
 os.kill(os.getpid(), signal.SIGTERM)

@@ -49,6 +49,34 @@ own.stop()
 """
 
 
+ON_GPUS = """
+import os
+import ray
+from asyncrlhf.cluster.own_ray import OwnRay
+
+@ray.remote(num_gpus=1, num_cpus=0)
+class Part:
+    def facts(self):
+        import sys
+        return os.getppid(), os.environ["CUDA_VISIBLE_DEVICES"], "asyncrlhf.actors.learner" in sys.modules
+
+own = OwnRay(2, 100 * 2**20, num_gpus=2)
+facts = ray.get([part.facts.remote() for part in [Part.remote(), Part.remote()]], timeout=60)
+for parent, device, imported in facts:
+    print(int(parent == own._workers.server.pid), device, int(imported))
+own.stop()
+"""
+
+
+@pytest.mark.more
+def test_actors_on_gpus_are_forks_and_see_their_own_device_only() -> None:
+    # Ray counts the GPUs that it is told of; the machine needs none.
+    command = [sys.executable, "-c", ON_GPUS]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert sorted(done.stdout.splitlines()) == ["1 0 1", "1 1 1"], done.stderr[-1500:]
+
+
 @pytest.mark.more
 def test_each_driver_of_one_ray_gets_workers_of_its_own_job() -> None:
     command = [sys.executable, "-c", KEEPER, DRIVER]

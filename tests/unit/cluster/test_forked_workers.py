@@ -118,6 +118,20 @@ def test_a_worker_without_a_server_is_run_by_the_interpreter(folder: Path) -> No
     assert facts["pid"] == facts["started"] and facts["GIVEN"] == "by the caller"
 
 
+def test_workers_of_a_server_whose_imports_open_a_device_are_not_forked(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # /dev/full stands for a GPU.
+    (tmp_path / "sitecustomize.py").write_text("import os; os.open('/dev/full', os.O_RDONLY)")
+    monkeypatch.syspath_prepend(tmp_path)
+    workers = ForkedWorkers()
+    first, second = call(workers, folder), call(workers, folder)
+    workers.close()
+    assert all(facts["pid"] == facts["started"] for facts in (first, second)), "a fork in which CUDA would fail"
+    said = "Ray's workers are not forked, and start later: a library that they import has opened /dev/full."
+    assert [line for line in capfd.readouterr().err.splitlines() if "forked" in line] == [said]
+
+
 @pytest.mark.more
 def test_the_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     code = (

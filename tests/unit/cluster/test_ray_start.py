@@ -150,16 +150,16 @@ class StandIn:
 def test_a_kept_ray_is_lent_to_a_run_of_its_size_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_ray, "OwnRay", StandIn)
     monkeypatch.setattr(own_ray._Kept, "asked", False)
-    alone = own_ray.lend(2, 100, True)
+    alone = own_ray.lend(2, 100)
     own_ray.give_back(alone)
     assert alone.stopped and not own_ray.is_kept(), "nobody asked for it to be kept"
     own_ray.keep_for_next()
-    first = own_ray.lend(2, 100, True)
+    first = own_ray.lend(2, 100)
     assert not own_ray.is_kept(), "a run may use a Ray of its own while another's is in use"
     own_ray.give_back(first)
-    assert own_ray.lend(2, 100, True) is first and not first.stopped
+    assert own_ray.lend(2, 100) is first and not first.stopped
     own_ray.give_back(first)
-    other = own_ray.lend(4, 100, True)
+    other = own_ray.lend(4, 100)
     assert first.stopped and other is not first
     own_ray.give_back(other)
     own_ray.stop_kept()
