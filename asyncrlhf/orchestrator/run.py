@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -171,6 +172,7 @@ def train(config: RunConfig, callbacks: Callbacks | None = None) -> dict[str, An
 
 
 def _train(config: RunConfig, callbacks: Callbacks) -> dict[str, Any]:
+    began = time.monotonic()
     check_truncation(config.generator)
     check_penalties(config)
     prepared = prepare(config)
@@ -182,7 +184,7 @@ def _train(config: RunConfig, callbacks: Callbacks) -> dict[str, Any]:
     except BaseException:
         recorder.close()
         raise
-    view = RunView(sinks, config.steps, config.logging.progress, prepared.origin.step, callbacks)
+    view = RunView(sinks, config.steps, config.logging.progress, prepared.origin.step, callbacks, began)
     view.message(f"Run directory: {prepared.run_dir}")
     for note in prepared.notes:
         view.message(note)
@@ -354,4 +356,7 @@ class _Job:
             heldout_prompts=len(self._prepared.task.heldout()),
             heldout_measure=config.heldout_word,
         )
-        return summary | {"taking_turns": sorted(self._taking_turns), **attempts(self._prepared.run_dir)}
+        start = {name: round(seconds, 3) for name, seconds in self._view.start_seconds.items()}
+        return summary | {
+            "taking_turns": sorted(self._taking_turns), "start_seconds": start, **attempts(self._prepared.run_dir)
+        }  # fmt: skip

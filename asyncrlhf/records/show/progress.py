@@ -42,6 +42,7 @@ class Progress:
         self._clock = clock
         self._start_step = start_step
         self._start_time = clock()
+        self._stages = [("checks", self._start_time)]  # of the set-up, and when each began
         self._latest: dict[str, Any] = {"step": start_step}
         self._phase = ""
         self._printed_step: int | None = None
@@ -54,6 +55,8 @@ class Progress:
     def phase(self, text: str) -> None:
         """Show the stage of the set-up: as the live display's title, or as a line."""
         self._phase = text
+        if ":" not in text:  # else it says how far the stage is
+            self._stages.append((text, self._clock()))
         if self._live is not None:
             self._live.update(self._render(), refresh=True)
         else:
@@ -62,6 +65,13 @@ class Progress:
     def begin(self) -> None:
         """End the set-up: the ETA counts time from here on."""
         self._start_time, self._phase = self._clock(), ""
+        self._stages.append(("first step", self._start_time))
+
+    def stage_seconds(self) -> dict[str, float]:
+        """Seconds of each stage of the set-up, and of the first step so far."""
+        ends = [start for _, start in self._stages[1:]] + [self._clock()]
+        names = [name[:1].lower() + name[1:] for name, _ in self._stages]
+        return {name: end - start for name, (_, start), end in zip(names, self._stages, ends, strict=True)}
 
     def update(self, metrics: Mapping[str, Any]) -> None:
         """Show one learner step's metrics. A value that this step lacks (held-out accuracy) keeps its last one."""
@@ -137,10 +147,16 @@ class Progress:
 
 class RunView(Progress):
     """A run's progress, sinks and callbacks. Only ``message`` may run on the event loop: users' callbacks may be
-    slow."""
+    slow. ``began``: when the run was asked for, by ``time.monotonic``;
+    now if None."""
 
-    def __init__(self, sinks: Sinks, total: int, mode: str, start_step: int, callbacks: Callbacks) -> None:
+    def __init__(
+        self, sinks: Sinks, total: int, mode: str, start_step: int, callbacks: Callbacks, began: float | None = None
+    ) -> None:
         super().__init__(total, mode, start_step=start_step)
+        if began is not None:
+            self._stages = [("checks", began)]
+        self.start_seconds: dict[str, float] = {}
         self._sinks = sinks
         sinks.tell(self.message)
         self._callbacks = callbacks
@@ -152,6 +168,10 @@ class RunView(Progress):
         return self._callbacks.stop_asked
 
     def step(self, metrics: Mapping[str, Any]) -> None:
+        if not self.start_seconds:
+            self.start_seconds = self.stage_seconds()
+            stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.start_seconds.items())
+            self.message(f"The first step ended {sum(self.start_seconds.values()):.1f} s after the imports: {stages}.")
         self.update(metrics)
         self._sinks.log(metrics)
         self._callbacks.call("on_step", dict(metrics))

@@ -120,3 +120,17 @@ def test_the_start_tells_how_far_it_is() -> None:
     lines, written = plain(10, Clock())
     lines.phase("Starting Ray")
     assert written.getvalue() == "Starting Ray.\n"
+
+
+def test_the_stages_of_the_start_add_up_to_it() -> None:
+    clock = Clock()
+    lines, _ = plain(10, clock)
+    for seconds, text in ((3.0, "Starting Ray"), (2.0, "Loading the model in 2 actors"), (1.0, "Actors: 1 of 2 ready")):
+        clock.now += seconds
+        lines.phase(text)
+    clock.now += 4.0
+    lines.begin()
+    clock.now += 0.5
+    assert lines.stage_seconds() == {
+        "checks": 3.0, "starting Ray": 2.0, "loading the model in 2 actors": 5.0, "first step": 0.5
+    }  # fmt: skip
