@@ -291,6 +291,11 @@ def grpo_advantages(rewards: Sequence[float], eps: float) -> list[float]:
     return [(r - np.mean(rewards)) / (np.std(rewards, ddof=1) + eps) for r in rewards]
 
 
+def maxrl_advantages(rewards: Sequence[float]) -> list[float]:
+    mean = sum(rewards) / len(rewards)
+    return [r / mean - 1 if mean > 0 else 0.0 for r in rewards]
+
+
 def gae(rewards: Array, values: Array, gamma: float, lam: float) -> tuple[Array, Array]:
     """1506.02438, as the double sum: A_t = sum_l (gamma lam)^l delta_{t+l}; and the returns A + V."""
     following = np.append(values[1:], 0.0)

@@ -70,6 +70,18 @@ def group_norm(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-4) -> Tens
     return (groups.centred / (std + eps)).to(rewards.dtype)
 
 
+def mean_norm(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """A = (R - group mean) / group mean: [N] (MaxRL, 2602.02710). A group whose mean is not above 0 gives 0.
+
+    Of G rewards of 0 or 1, whose chance of 1 is p, the expected gradient is that of -sum_k (1 - p)^k / k, k < G: the
+    first terms of log p, where the plain policy gradient has one term. It is defined for rewards >= 0.
+    """
+    centred = _groups(rewards, group_ids).centred
+    size = group_reduce(torch.ones_like(centred), group_ids, "sum")
+    mean = group_reduce(rewards.detach().double(), group_ids, "sum") / size
+    return torch.where(mean > 0, centred / torch.where(mean > 0, mean, 1.0), 0.0).to(rewards.dtype)
+
+
 def vstar(rewards: Tensor, group_ids: Tensor, *, beta: float) -> Tensor:
     """A = R - V*, V* = beta log mean exp(R / beta) over the group: [N] (A*PO, 2505.20686). A group of one gives 0.
 
@@ -120,7 +132,7 @@ def score_norms(
 
 
 SEQUENCE_ADVANTAGES: dict[str, Callable[..., Tensor]] = {
-    rule.__name__: rule for rule in (raw, group_mean, loo, group_norm)
+    rule.__name__: rule for rule in (raw, group_mean, loo, group_norm, mean_norm)
 }
 
 

@@ -12,7 +12,7 @@ HEADS = ("policy", "regress", "pair")
 LEVELS = ("token", "geo", "prod")
 KL_PLACES = ("none", "reward", "loss")
 LRS = ("none", "sqrt_ess")
-GROUP_ADVANTAGES = ("group_mean", "loo", "group_norm", "opob", "vstar")
+GROUP_ADVANTAGES = ("group_mean", "loo", "group_norm", "mean_norm", "opob", "vstar")
 CRITIC_ADVANTAGES = ("gae", "vtrace")
 
 
@@ -45,8 +45,8 @@ class AlgorithmConfig:
     advantage: str = setting(
         "group_norm",
         "What a rollout's reward is measured against: nothing, its group's mean, the other siblings, the group's mean "
-        "and deviation, the batch, a critic, the least-variance baseline, or V*.",
-        choices=("raw", "group_mean", "loo", "group_norm", "whiten", "gae", "vtrace", "opob", "vstar"),
+        "and deviation, the group's mean as its unit, the batch, a critic, the least-variance baseline, or V*.",
+        choices=("raw", "group_mean", "loo", "group_norm", "mean_norm", "whiten", "gae", "vtrace", "opob", "vstar"),
     )
     credit: str = setting(
         "episode",

@@ -22,7 +22,7 @@ from asyncrlhf.algorithms.weights import behavior_weight, interpolated_proximal,
 from tests import reference
 from tests.reference import Batch
 from tests.unit.algorithms.batches import RaggedBatch
-from tests.unit.algorithms.gains import GAE, GIVEN, LOO, MEAN, NORM, OPOB, RAW, SHIFTED, WHITENED, Gain, vtrace
+from tests.unit.algorithms.gains import GAE, GIVEN, LOO, MEAN, NORM, OPOB, RAW, SHARE, SHIFTED, WHITENED, Gain, vtrace
 
 LENGTH = 11.0
 IMPACT_CAP = 1.3  # mu is above 1.3 times the target on many tokens of these batches, and above twice on some
@@ -216,6 +216,7 @@ PRESETS = {
     "aipo": Case(_detached(reference.cispo_tokens, "mu", 0.0, 1.4), cap(0.0, 1.4), NORM, anchor="mu"),
     "sapo": Case(_sapo, soft(1.0, 1.05), NORM, aggregate="seq_mean"),
     "decoupled_grpo": Case(_ppo(0.2, 0.3, weights=MASK_5), CLIP, NORM, correction={"mode": "mask", "high": 1.5}),
+    "maxrl": Case(_ppo(0.2, 0.3, weights=MASK_5), CLIP, SHARE, correction={"mode": "mask", "high": 1.5}),
     "a3po": Case(_a3po, clip(0.1, 0.1), NORM, anchor="interp", correction={"mode": "mask", "high": 1.3}),
     "tis": Case(
         _ppo(0.2, 0.3, weights=_weights(reference.truncated, 1.2)), CLIP, NORM, correction={"high": 1.2}

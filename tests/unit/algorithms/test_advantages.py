@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -152,6 +154,25 @@ def test_baselines_of_optimal_value_and_of_least_variance(seed: int) -> None:
             return float(np.sum((np.exp(logs[m]) * (r - b)) ** 2 * norms[m]))
 
         assert second_moment(baseline) <= min(second_moment(baseline - 0.01), second_moment(baseline + 0.01))
+
+
+@pytest.mark.parametrize("chance", [0.02, 0.3, 0.9])
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_maxrl_climbs_the_first_terms_of_the_log_likelihood(chance: float, size: int) -> None:
+    """Over every outcome of a group of one Bernoulli policy: the gradient of -sum_k (1 - p)^k / k, k < G, which goes to
+    that of log p, and for G = 2 is the plain policy gradient's."""
+    given = 0.0
+    for outcome in itertools.product((0.0, 1.0), repeat=size):
+        rewards = np.array(outcome)
+        found = advantages.mean_norm(torch.from_numpy(rewards), torch.zeros(size, dtype=torch.int64)).numpy()
+        scores = np.where(rewards == 1, 1 / chance, -1 / (1 - chance))  # of log p and of log(1 - p), in p
+        given += float(np.prod(np.where(rewards == 1, chance, 1 - chance)) * np.mean(found * scores))
+    assert_close(given, sum((1 - chance) ** (k - 1) for k in range(1, size)))
+
+
+def test_maxrl_of_groups_that_earned_nothing_or_less() -> None:
+    rewards, group_ids = torch.tensor([0.0, 0.0, -3.0, 1.0, 7.0]), torch.tensor([0, 0, 1, 1, 2])
+    assert advantages.mean_norm(rewards, group_ids).tolist() == [0.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_extreme_weights_and_rewards() -> None:

@@ -206,6 +206,7 @@ def advantage_rule(a: AlgorithmConfig) -> Advantage:
         "group_norm": by_group(lambda r: (r - r.mean()) / (r.std(ddof=1) + 1e-4)),
         "group_mean": by_group(lambda r: r - (r.mean() + a.advantage_shift)),
         "loo": by_group(lambda r: r - (r.sum() - r) / (len(r) - 1)),
+        "mean_norm": by_group(lambda r: r / r.mean() - 1 if r.mean() > 0 else 0 * r),
         "opob": least_variance,
     }.get(a.advantage, lambda batch, algorithm, norms: batch.rewards.astype(np.float64))
 

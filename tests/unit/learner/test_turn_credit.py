@@ -288,6 +288,7 @@ RULES: dict[str, Any] = {
     "group_mean": lambda own, all_: own - np.mean(all_) if len(all_) > 1 else 0.0,
     "loo": lambda own, all_: own - (np.sum(all_) - own) / (len(all_) - 1) if len(all_) > 1 else own,
     "group_norm": lambda own, all_: (own - np.mean(all_)) / (np.std(all_, ddof=1) + 1e-4) if len(all_) > 1 else 0.0,
+    "mean_norm": lambda own, all_: own / np.mean(all_) - 1 if np.mean(all_) > 0 else 0.0,
     "vstar": lambda own, all_: own - np.log(np.mean(np.exp(all_))),
 }
 
@@ -334,7 +335,7 @@ def test_whitened_returns_are_those_of_turns() -> None:
     assert_close(plan.tokens.advantages.numpy(), expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("advantage", ["raw", "group_mean", "loo", "group_norm", "vstar"])
+@pytest.mark.parametrize("advantage", ["raw", "group_mean", "loo", "group_norm", "mean_norm", "vstar"])
 def test_one_turn_is_one_answer_bit_for_bit(advantage: str) -> None:
     """Also where the environment gave the whole reward as that turn's."""
     ends = []
