@@ -71,15 +71,9 @@ def group_norm(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-4) -> Tens
 
 
 def mean_norm(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """A = (R - group mean) / group mean: [N] (MaxRL, 2602.02710). A group whose mean is not above 0 gives 0.
-
-    Of G rewards of 0 or 1, whose chance of 1 is p, the expected gradient is that of -sum_k (1 - p)^k / k, k < G: the
-    first terms of log p, where the plain policy gradient has one term. It is defined for rewards >= 0.
-    """
-    centred = _groups(rewards, group_ids).centred
-    size = group_reduce(torch.ones_like(centred), group_ids, "sum")
-    mean = group_reduce(rewards.detach().double(), group_ids, "sum") / size
-    return torch.where(mean > 0, centred / torch.where(mean > 0, mean, 1.0), 0.0).to(rewards.dtype)
+    """A = (R - group mean) / group mean: [N] (MaxRL, 2602.02710), for R >= 0; 0 where the mean is not above 0."""
+    mean = group_reduce(rewards.detach().double(), group_ids, "mean")
+    return (_groups(rewards, group_ids).centred / torch.where(mean > 0, mean, torch.inf)).to(rewards.dtype)
 
 
 def vstar(rewards: Tensor, group_ids: Tensor, *, beta: float) -> Tensor:
@@ -92,8 +86,7 @@ def vstar(rewards: Tensor, group_ids: Tensor, *, beta: float) -> Tensor:
     values = rewards.detach().double()
     # The best reward is taken off first, so that no exponential overflows.
     values = values - group_reduce(values, group_ids, "amax")
-    size = group_reduce(torch.ones_like(values), group_ids, "sum")
-    mean = group_reduce((values / beta).exp(), group_ids, "sum") / size
+    mean = group_reduce((values / beta).exp(), group_ids, "mean")
     return (values - beta * mean.log()).to(rewards.dtype)
 
 
@@ -131,9 +124,8 @@ def score_norms(
     return segment_sum(masked_values(terms, loss_mask), sequence_ids, num_sequences)
 
 
-SEQUENCE_ADVANTAGES: dict[str, Callable[..., Tensor]] = {
-    rule.__name__: rule for rule in (raw, group_mean, loo, group_norm, mean_norm)
-}
+RULES = (raw, group_mean, loo, group_norm, mean_norm)
+SEQUENCE_ADVANTAGES: dict[str, Callable[..., Tensor]] = {rule.__name__: rule for rule in RULES}
 
 
 def broadcast(per_sequence: Tensor, sequence_ids: Tensor) -> Tensor:

@@ -24,11 +24,8 @@ def segment_sum(x: Tensor, sequence_ids: Tensor, num_sequences: int) -> Tensor:
 
 
 def segment_total(x: Tensor, sequence_ids: Tensor) -> Tensor:
-    """Each token's sequence sum of ``x [T]``: [T].
-
-    There are never more sequences than tokens, so a buffer of T slots spares both the count of sequences and the device
-    synchronisation of asking for it.
-    """
+    """Each token's sequence sum of ``x [T]``: [T]. In T slots, for to ask a device how many sequences there are is to
+    wait for it."""
     return segment_sum(x, sequence_ids, len(x))[sequence_ids]
 
 
@@ -38,7 +35,7 @@ def sequence_lengths(mask: Tensor, sequence_ids: Tensor) -> Tensor:
 
 
 def group_reduce(x: Tensor, group_ids: Tensor, how: str) -> Tensor:
-    """Each rollout's group's ``sum``, ``amax`` or ``amin`` of ``x [N]``: [N]. Groups may be ragged, in any order."""
+    """Each rollout's group's ``sum``, ``mean``, ``amax`` or ``amin`` of ``x [N]``: [N]. Groups: ragged, in any order."""
     _, index = torch.unique(group_ids, return_inverse=True)
     return torch.zeros_like(x).scatter_reduce(0, index, x, how, include_self=False)[index]
 
