@@ -35,7 +35,7 @@ def sequence_lengths(mask: Tensor, sequence_ids: Tensor) -> Tensor:
 
 
 def group_reduce(x: Tensor, group_ids: Tensor, how: str) -> Tensor:
-    """Each rollout's group's ``sum``, ``mean``, ``amax`` or ``amin`` of ``x [N]``: [N]. Groups: ragged, in any order."""
+    """Each rollout's group's ``sum``, ``mean``, ``amax`` or ``amin`` of ``x [N]``: [N]. Groups may be ragged."""
     _, index = torch.unique(group_ids, return_inverse=True)
     return torch.zeros_like(x).scatter_reduce(0, index, x, how, include_self=False)[index]
 
