@@ -31,8 +31,10 @@ SHORT_STEPS = 3
 
 def scatters(rank: int, **settings: Any) -> int:
     """How often gradients are dealt out in one step of several microbatches."""
-    trained, real = build(rank, 2, sharding="fsdp2", **settings), torch.distributed.reduce_scatter_single
-    with mock.patch.object(torch.distributed, "reduce_scatter_single", side_effect=real) as counted:
+    trained, name = build(rank, 2, sharding="fsdp2", **settings), "reduce_scatter_single"
+    if not hasattr(torch.distributed, name):
+        name = "reduce_scatter_tensor"  # its name in torch 2.11
+    with mock.patch.object(torch.distributed, name, side_effect=getattr(torch.distributed, name)) as counted:
         curve(trained, batches(1), rank, 2)
     return counted.call_count
 

@@ -267,7 +267,8 @@ def test_strangers_at_every_port_do_not_disturb_a_publish(make_cluster: Any) -> 
 
 def ports(process: psutil.Process) -> list[int]:
     """TCP ports that the process listens on: the control line's, and those of torch's store and gloo."""
-    return sorted({c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN})
+    held = (c for c in psutil.net_connections("tcp") if c.pid == process.pid)  # a process's own: psutil 6
+    return sorted({c.laddr.port for c in held if c.status == psutil.CONN_LISTEN})
 
 
 def test_close_ends_a_transfer_that_waits(make_cluster: Any) -> None:
