@@ -24,8 +24,7 @@ def segment_sum(x: Tensor, sequence_ids: Tensor, num_sequences: int) -> Tensor:
 
 
 def segment_total(x: Tensor, sequence_ids: Tensor) -> Tensor:
-    """Each token's sequence sum of ``x [T]``: [T]. In T slots, since counting the sequences would
-    wait for the device."""
+    """Each token's sequence sum of ``x [T]``: [T]. In T slots: counting sequences would wait for the device."""
     return segment_sum(x, sequence_ids, len(x))[sequence_ids]
 
 

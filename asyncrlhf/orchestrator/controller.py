@@ -221,6 +221,7 @@ class Controller:
         begun = await self._take_up()
         self._starting = None
         self._doing("evaluates")
+        self._view.stage("first evaluation")
         await self._bookkeeping.evaluate_end()
         loop = asyncio.get_running_loop()
         if self._saved is not None and isinstance(loop, VirtualClockLoop):

@@ -50,14 +50,13 @@ own.stop()
 
 
 ON_GPUS = """
-import os
+import os, sys
 import ray
 from asyncrlhf.cluster.own_ray import OwnRay
 
 @ray.remote(num_gpus=1, num_cpus=0)
 class Part:
     def facts(self):
-        import sys
         return os.getppid(), os.environ["CUDA_VISIBLE_DEVICES"], "asyncrlhf.actors.learner" in sys.modules
 
 own = OwnRay(2, 100 * 2**20, num_gpus=2)

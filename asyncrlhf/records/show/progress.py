@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -42,7 +43,7 @@ class Progress:
         self._clock = clock
         self._start_step = start_step
         self._start_time = clock()
-        self._stages = [("checks", self._start_time)]  # of the set-up, and when each began
+        self._stages = [("preparation", self._start_time)]  # of the set-up, and when each began
         self._latest: dict[str, Any] = {"step": start_step}
         self._phase = ""
         self._printed_step: int | None = None
@@ -56,7 +57,7 @@ class Progress:
         """Show the stage of the set-up: as the live display's title, or as a line."""
         self._phase = text
         if ":" not in text:  # else it says how far the stage is
-            self._stages.append((text, self._clock()))
+            self.stage(text)
         if self._live is not None:
             self._live.update(self._render(), refresh=True)
         else:
@@ -65,13 +66,18 @@ class Progress:
     def begin(self) -> None:
         """End the set-up: the ETA counts time from here on."""
         self._start_time, self._phase = self._clock(), ""
-        self._stages.append(("first step", self._start_time))
+        self.stage("first step")
+
+    def stage(self, name: str) -> None:
+        """The next stage of the set-up begins. A name that comes again is the same stage."""
+        self._stages.append((name[:1].lower() + name[1:], self._clock()))
 
     def stage_seconds(self) -> dict[str, float]:
         """Seconds of each stage of the set-up, and of the first step so far."""
-        ends = [start for _, start in self._stages[1:]] + [self._clock()]
-        names = [name[:1].lower() + name[1:] for name, _ in self._stages]
-        return {name: end - start for name, (_, start), end in zip(names, self._stages, ends, strict=True)}
+        seconds = dict.fromkeys((name for name, _ in self._stages), 0.0)
+        for (name, start), (_, end) in pairwise([*self._stages, ("", self._clock())]):
+            seconds[name] += end - start
+        return seconds
 
     def update(self, metrics: Mapping[str, Any]) -> None:
         """Show one learner step's metrics. A value that this step lacks (held-out accuracy) keeps its last one."""
@@ -147,15 +153,14 @@ class Progress:
 
 class RunView(Progress):
     """A run's progress, sinks and callbacks. Only ``message`` may run on the event loop: users' callbacks may be
-    slow. ``began``: when the run was asked for, by ``time.monotonic``;
-    now if None."""
+    slow. ``began``: when the run was asked for, by ``time.monotonic``; now if None."""
 
     def __init__(
         self, sinks: Sinks, total: int, mode: str, start_step: int, callbacks: Callbacks, began: float | None = None
     ) -> None:
         super().__init__(total, mode, start_step=start_step)
         if began is not None:
-            self._stages = [("checks", began)]
+            self._stages = [("preparation", began)]
         self.start_seconds: dict[str, float] = {}
         self._sinks = sinks
         sinks.tell(self.message)

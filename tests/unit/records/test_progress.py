@@ -125,12 +125,16 @@ def test_the_start_tells_how_far_it_is() -> None:
 def test_the_stages_of_the_start_add_up_to_it() -> None:
     clock = Clock()
     lines, _ = plain(10, clock)
-    for seconds, text in ((3.0, "Starting Ray"), (2.0, "Loading the model in 2 actors"), (1.0, "Actors: 1 of 2 ready")):
+    # On one GPU the actors start one after the other.
+    loading = ("Loading the model in 1 actors", "Actors: 1 of 1 ready")
+    for seconds, text in zip((3.0, 2.0, 1.0, 4.0, 0.25), ("Starting Ray", *loading, *loading), strict=True):
         clock.now += seconds
         lines.phase(text)
-    clock.now += 4.0
+    lines.stage("first evaluation")
+    clock.now += 8.0
     lines.begin()
     clock.now += 0.5
     assert lines.stage_seconds() == {
-        "checks": 3.0, "starting Ray": 2.0, "loading the model in 2 actors": 5.0, "first step": 0.5
+        "preparation": 3.0, "starting Ray": 2.0, "loading the model in 1 actors": 5.25, "first evaluation": 8.0,
+        "first step": 0.5,
     }  # fmt: skip
