@@ -201,6 +201,7 @@ def imitate(
         prepared = prepare(config)
         recorder = RunRecorder(Path(folder) / "run", {}, config.logging, None)
         view: Any = SimpleNamespace(
+            stage=lambda name: None,
             begin=lambda: None,
             step=lambda metrics: None,
             message=lambda text: None,

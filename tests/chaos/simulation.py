@@ -400,6 +400,7 @@ class SessionRun:
 
     def _view(self) -> Any:
         return SimpleNamespace(
+            stage=lambda name: None,
             begin=lambda: None,
             step=lambda metrics: self.faults.tell(f"step {metrics['step']} is recorded"),
             message=lambda text: self.faults.tell(text),

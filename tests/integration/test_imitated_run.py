@@ -123,7 +123,8 @@ def imitate(folder: Path, *overrides: str) -> list[dict[str, Any]]:
     prepared = prepare(config)
     recorder = RunRecorder(folder, {}, config.logging, None)
     silent = {
-        name: lambda *_: None for name in ("begin", "step", "message", "published", "evaluated", "evaluated_apart")
+        name: lambda *_: None
+        for name in ("stage", "begin", "step", "message", "published", "evaluated", "evaluated_apart")
     }
     view: Any = SimpleNamespace(**silent, stop_asked=False)
 

@@ -86,7 +86,7 @@ def random_tokens(config: AlgorithmConfig) -> ResponseTokens:
         sequence_ids=ids,
         loss_mask=torch.rand(len(ids), generator=draws) < 0.85,
         version_lag=torch.randint(0, 4, (len(ids),), generator=draws),
-        rewards=noise(0.0, 1.0, count),
+        rewards=noise(2.0 if config.advantage == "mean_norm" else 0.0, 1.0, count),  # MaxRL's are not below 0
         weights=noise(1.0, 0.1, count),
         group_ids=torch.arange(count) // SIZE,
         truncated=torch.arange(count) % 4 == 0,
