@@ -72,6 +72,11 @@ def test_an_interrupted_runner_ends_its_check(tmp_path: Path) -> None:
     while not (children := own.children()) or children[0].name() != "sleep":
         assert runner.poll() is None
         time.sleep(0.05)
+    # Until Popen has returned in the runner, which then looks at the check again and again, no one would end the check.
+    begun = own.num_ctx_switches().voluntary
+    while own.num_ctx_switches().voluntary < begun + 5:
+        assert runner.poll() is None
+        time.sleep(0.05)
     runner.send_signal(signal.SIGINT)
     runner.wait(20)
     assert not lives(children[0].pid)
