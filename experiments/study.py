@@ -41,9 +41,10 @@ KEY = ["method", "value", "learning_rate", "seed"]
 RESULTS = ["reward", "greedy", "kl", "length", "train_reward"]
 # Of the run's own metrics, as means over its steps.
 METRICS = ["ess_fraction", "ess_fraction_seq", "behavior_kl", "policy_log_ratio_abs_mean", "entropy", "clip_fraction"]
-RUN_COLUMNS = [*KEY, *RESULTS, *METRICS, "seconds", "status"]
+RUN_COLUMNS = [*KEY, *RESULTS, *METRICS, "spikes", "seconds", "status"]
 CURVE_COLUMNS = [*KEY, "update", "reward_mean"]
 CURVE_POINTS = 20
+SPIKE = 3.0  # a step's gradient norm over the run's median, from which on it is a spike
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,9 @@ class Study:
     samples: int  # responses to each held-out prompt at the end
     pilot_value: int
     pilot_rates: list[float]
-    pilot_seed: int
-    learning_rate: float = 0.0  # 0: for each method the one with most reward in the pilot
+    pilot_seeds: list[int]  # other ones than those of the grid
+    goal: str = "reward"  # what the pilot chooses by: most reward, or least kl
+    learning_rate: float = 0.0  # 0: for each method the one with most reward in the pilot, in the mean of its seeds
 
     @classmethod
     def read(cls, folder: Path) -> Study:
@@ -87,8 +89,8 @@ class Study:
         return [self.cell(m, v, rates[m], s) for s, v, m in itertools.product(self.seeds, self.values, self.methods)]
 
     def pilot(self) -> list[Cell]:
-        pairs = itertools.product(self.pilot_rates, self.methods)
-        return [self.cell(method, self.pilot_value, rate, self.pilot_seed) for rate, method in pairs]
+        every = itertools.product(self.pilot_seeds, self.pilot_rates, self.methods)
+        return [self.cell(method, self.pilot_value, rate, seed) for seed, rate, method in every]
 
     def cell(self, method: str, value: int, rate: float, seed: int) -> Cell:
         own = [f"learner.learning_rate={rate}", f"seed={seed}"]
@@ -103,7 +105,9 @@ class Study:
         missing = [method for method in self.methods if method not in set(pilot.method)]
         if missing:
             raise ConfigError(f"{path} lacks {', '.join(missing)}: run the pilot first.")
-        best = pilot.sort_values("reward", na_position="first").groupby("method").learning_rate.last()
+        score = -pilot.kl.fillna(np.inf) if self.goal == "kl" else pilot.reward.fillna(0.0)
+        means = pilot.assign(score=score).groupby(["method", "learning_rate"]).score.mean().reset_index()
+        best = means.sort_values("score").groupby("method").learning_rate.last()
         return {method: float(best[method]) for method in self.methods}
 
 
@@ -141,7 +145,7 @@ def _train(overrides: list[str], samples: int, run_dir: Path) -> tuple[dict[str,
     tokenizer = load_tokenizer(config.model)
     found = measure(
         load_model(ModelConfig(path=str(checkpoint / LEARNER_FOLDER / "model"))),
-        load_model(config.model),
+        load_model(config.reference_model),
         build_task(config.task, tokenizer),
         tokenizer,
         samples=samples,
@@ -150,16 +154,18 @@ def _train(overrides: list[str], samples: int, run_dir: Path) -> tuple[dict[str,
     frame = pd.DataFrame(read_metrics(run_dir / METRICS_FILE))
     outcome = {"greedy": summary["heldout_accuracy"]["after"], "train_reward": summary["reward"]["last"]}
     means = {name: float(frame[name].mean()) for name in METRICS}
+    means["spikes"] = float((frame.grad_norm > SPIKE * frame.grad_norm.median()).mean())
     return found | outcome | means, curve(frame.reward_mean, config.algorithm.minibatches)
 
 
-def start_reward(study: Study) -> float:
-    """The sampled held-out reward before any training."""
+def start(study: Study) -> dict[str, float]:
+    """What a run's row says of ``reward``, ``kl`` and ``length``, before any training."""
     config = load_config(study.base)
-    model, tokenizer = load_model(config.model), load_tokenizer(config.model)
+    model, reference = load_model(config.model), load_model(config.reference_model)
+    tokenizer = load_tokenizer(config.model)
     length = config.generator.max_completion_length
     task = build_task(config.task, tokenizer)
-    return measure(model, model, task, tokenizer, samples=study.samples, max_completion_length=length)["reward"]
+    return measure(model, reference, task, tokenizer, samples=study.samples, max_completion_length=length)
 
 
 def curve(rewards: pd.Series, updates_a_step: int) -> list[dict[str, Any]]:
@@ -196,6 +202,8 @@ def _short(value: Any) -> Any:
 
 
 def append(path: Path, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
+    if path.exists():  # an older file has fewer columns
+        columns = list(pd.read_csv(path, nrows=0).columns)
     frame = pd.DataFrame(rows, columns=columns)
     frame.to_csv(path, mode="a", header=not path.exists(), index=False, float_format="%.5g")
 
@@ -213,7 +221,9 @@ def main() -> None:
         from experiments.study_plot import pilot_table, plot
 
         print(pilot_table(read_rows(study.folder / "pilot.csv"), list(study.methods)))
-        plot(study.folder, study.axis, list(study.methods), start_reward(study))
+        before = start(study)
+        print("before training:", {name: _short(value) for name, value in before.items()})
+        plot(study.folder, study.axis, list(study.methods), before["reward"])
         return
     cells = study.grid() if options.action == "grid" else study.pilot()
     chosen = [

@@ -16,7 +16,8 @@ from asyncrlhf.learner.deterministic import deterministic
 from asyncrlhf.learner.model.forward import use_float32_head
 from asyncrlhf.learner.settings.learner_config import CriticConfig, ReferenceConfig
 from asyncrlhf.learner.step.companions import ServedCritic
-from asyncrlhf.models.pretrained import load_policy, load_sampled
+from asyncrlhf.models.pretrained import load_policy
+from asyncrlhf.models.teacher import load_reference
 from asyncrlhf.readahead.owners import Chunk, Prefilled
 from asyncrlhf.readahead.readers import ReadingReference
 from asyncrlhf.transport.build_transport import build_receiver
@@ -27,10 +28,11 @@ from asyncrlhf.types import Annotation, Rollout
 
 @dataclass(frozen=True)
 class ReferenceSpec:
-    """``precision``: ``learner.mixed_precision``, which goes with ``float32_head`` and ``deterministic``, the
-    learner's."""
+    """``policy``: the checkpoint that trains; ``model``: the reference's own, or the same. ``precision``:
+    ``learner.mixed_precision``, which goes with ``float32_head`` and ``deterministic``, the learner's."""
 
     settings: ReferenceConfig
+    policy: ModelConfig
     model: ModelConfig
     temperature: float
     precision: str
@@ -54,13 +56,13 @@ class ReferenceSpec:
 
 
 class ReferenceWorker(ReadingReference):
-    """The frozen initial model: never a resumed policy, and without a LoRA adapter."""
+    """The frozen initial model, or another checkpoint: never a resumed policy, and without a LoRA adapter."""
 
     def __init__(self, spec: ReferenceSpec) -> None:
         own = spec.settings
         device = "cuda" if own.gpus > 0 else "cpu"
         dtype = torch.float32 if own.dtype == "auto" else getattr(torch, own.dtype)
-        model = load_sampled(spec.model, device, dtype=dtype)
+        model = load_reference(spec.policy, spec.model, device, dtype)
         if spec.float32_head and own.dtype == "auto":
             use_float32_head(model)
         self._deterministic = partial(deterministic, spec.deterministic)

@@ -1,12 +1,13 @@
 """KL to a reference policy: the k1, k2, k3 estimators, the importance-weighted loss, the penalty in the reward.
 
 In the reward only k1 is a penalty. As a reward, an estimator f(pi, ref) has the score-function gradient
-E[f grad log pi]: k1's is that of KL(pi || ref); k3's is that of KL(pi || ref) - KL(ref || pi), whose leading order
-cancels, so that next to nothing holds the policy; k2's is close to neither.
+E[f grad log pi]: k1's is that of KL(pi || ref); k3's is that of KL(pi || ref) - KL(ref || pi), which nearly cancels, so
+that next to nothing holds the policy; k2's is close to neither.
 
-Gradients of the estimators as losses, checked by enumeration in the tests (pi = policy, mu = the sampler):
-on-policy, k1 has none in expectation, k2 gives that of KL(pi || ref), k3 that of KL(ref || pi). Off-policy, r k1 and
-r k3 with r = pi / mu *not* detached and sg(r) k2 give that of KL(pi || ref); plain k2 and sg(r) k3 are wrong.
+Gradients of the estimators as losses, checked by enumeration in the tests (pi = policy, mu = the sampler): on-policy,
+k1 has none in expectation, k2 gives that of KL(pi || ref), k3 that of KL(ref || pi). Off-policy, r k1 and r k3 with
+r = pi / mu *not* detached and sg(r) k2 give that of KL(pi || ref); plain k2 and sg(r) k3 are wrong. ``forward``,
+sg(ref / mu) (log ref - log pi), gives that of KL(ref || pi).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def _k3(difference: Tensor, ratio_bound: float) -> Tensor:
     return held.exp() * (1 - difference - held) - 1 + difference
 
 
-ESTIMATORS: dict[str, Callable[[Tensor, float], Tensor]] = {"k1": _k1, "k2": _k2, "k3": _k3}
+ESTIMATORS: dict[str, Callable[[Tensor, float], Tensor]] = {"k1": _k1, "k2": _k2, "k3": _k3, "forward": lambda d, _: -d}
 
 
 def kl_estimate(
@@ -44,8 +45,8 @@ def kl_estimate(
 ) -> Tensor:
     """KL(policy || ref) a token, estimated on tokens that the policy sampled: [T], zero outside the mask.
 
-    ``estimator``: k1 = log pi - log ref, k2 = k1^2 / 2, k3 = exp(-k1) - 1 + k1 (Schulman, 2020). Gradient flows to
-    ``policy_logprobs``. ``ratio_bound``: k3 is linear where ref / pi is above it.
+    ``estimator``: k1 = log pi - log ref, k2 = k1^2 / 2, k3 = exp(-k1) - 1 + k1 (Schulman, 2020), forward = -k1, for
+    ``kl_loss``. Gradient flows to ``policy_logprobs``. ``ratio_bound``: k3 is linear where ref / pi is above it.
     """
     difference = masked_values(policy_logprobs, loss_mask) - masked_values(ref_logprobs.detach(), loss_mask)
     return ESTIMATORS[estimator](difference, ratio_bound)
@@ -72,17 +73,18 @@ def kl_loss(
     the policy to the sampler of the token. Exact for each token when ``anchor_logprobs`` is the behavior policy and
     ``weight`` is None, or when the anchor is the proximal policy and ``weight`` (detached) is pi_prox / mu, uncut.
     Anchor None stands for the policy itself: on-policy data. Gradient flows through exp(policy - anchor) for k1 and
-    k3; k2 needs it detached. ``ratio_bound``: exp(policy - anchor), in value and gradient, and k3's ref / policy are
-    held at most at it. Other arguments as in ``losses.policy_loss``.
+    k3; k2 needs it detached, and so does forward, whose ratio is exp(ref - anchor). ``ratio_bound``: the ratio, in
+    value and gradient, and k3's ref / policy are held at most at it. Other arguments as in ``losses.policy_loss``.
     """
     policy = masked_values(policy_logprobs, loss_mask)
     per_token = kl_estimate(policy, ref_logprobs, loss_mask, estimator=estimator, ratio_bound=ratio_bound)
     if importance_weighted:
         anchor = policy if anchor_logprobs is None else masked_values(anchor_logprobs, loss_mask)
-        ratio = ratio_of((policy - anchor).detach(), ratio_bound) * (policy - policy.detach()).exp()
+        counted = masked_values(ref_logprobs, loss_mask) if estimator == "forward" else policy
+        ratio = ratio_of((counted - anchor).detach(), ratio_bound) * (policy - policy.detach()).exp()
         if weight is not None:
             ratio = ratio * masked_values(weight.detach(), loss_mask)
-        per_token = per_token * (ratio.detach() if estimator == "k2" else ratio)
+        per_token = per_token * (ratio.detach() if estimator in ("k2", "forward") else ratio)
     return aggregate_loss(
         per_token, loss_mask, sequence_ids, how=aggregate, normaliser=normaliser, sample_weights=sample_weights
     )
@@ -109,10 +111,7 @@ def kl_sequence_rewards(
     *,
     beta: float,
 ) -> Tensor:
-    """``rewards [N]`` less beta times the sequence's summed k1: [N], detached (RLOO of 2402.14740).
-
-    ``policy_logprobs`` as in ``kl_token_rewards``.
-    """
+    """``rewards [N]`` less beta times the sequence's summed k1 (RLOO of 2402.14740), like ``kl_token_rewards``: [N]."""
     with torch.no_grad():
         estimates = kl_estimate(policy_logprobs, ref_logprobs, loss_mask, estimator="k1")
         return rewards - beta * segment_sum(estimates, sequence_ids, len(rewards)).to(rewards.dtype)

@@ -19,6 +19,7 @@ from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.engines.generator_config import GeneratorConfig, replica_kinds
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.models.checkpoint_folder import context_length
+from asyncrlhf.models.teacher import check_teacher
 from asyncrlhf.records.write.rollout_tokens import TOKENS_FOLDER
 from asyncrlhf.transport.weights_config import WeightsConfig, resolve_dtype
 from asyncrlhf.types import Prompt
@@ -159,6 +160,7 @@ def reference_spec(config: RunConfig) -> ReferenceSpec | None:
     return ReferenceSpec(
         config.reference,
         config.model,
+        config.reference_model,
         config.generator.temperature,
         config.learner.mixed_precision,
         config.learner.float32_head,
@@ -194,8 +196,16 @@ def check_episodes(config: RunConfig, prompt: Prompt) -> list[str]:
 
 
 def service_notes(config: RunConfig) -> list[str]:
-    """Sentences for the user about the services that the settings ask for."""
+    """Sentences for the user about the services that the settings ask for. Raises ConfigError for a reference model
+    that cannot be a teacher of the policy."""
     name, notes = config.algorithm.name, []
+    if config.reference.path:
+        notes += check_teacher(config.model, config.reference_model)
+    check(
+        config.algorithm.advantage != "none" or config.reference.path or config.algorithm.kl_target == "mu",
+        f"algorithm={name} with advantage=none learns from a teacher alone, and has none; allowed: reference.path, or "
+        "another advantage.",
+    )
     if config.reference.workers and not config.reference_served:
         notes.append(f"No reference worker is started: algorithm={name} needs no reference policy.")
     if config.critic.workers and not config.critic_served:

@@ -10,7 +10,7 @@ from asyncrlhf.buffer.checks import validate_flow
 from asyncrlhf.config.environment_config import ClusterConfig, LoggingConfig, RayConfig
 from asyncrlhf.config.stage_config import EvaluationConfig, PreferencesConfig, RewardTrainingConfig, SftConfig
 from asyncrlhf.config.sweep_config import SweepConfig
-from asyncrlhf.data.data_config import ModelConfig, TaskConfig
+from asyncrlhf.data.data_config import LoraConfig, ModelConfig, TaskConfig
 from asyncrlhf.data.number_formats import AUTO, suits_bfloat16
 from asyncrlhf.engines.generator_config import GeneratorConfig, replica_kinds
 from asyncrlhf.episodes.episode_config import EpisodeConfig
@@ -140,6 +140,12 @@ class RunConfig:
         return 100 if self.eval_every is None else self.eval_every
 
     @property
+    def reference_model(self) -> ModelConfig:
+        """The checkpoint of the reference policy."""
+        path = self.reference.path
+        return replace(self.model, path=path, model_init_kwargs=None, lora=LoraConfig()) if path else self.model
+
+    @property
     def reference_served(self) -> bool:
         """Whether separate workers compute the reference's log-probs; only if the algorithm needs them."""
         return self.reference.workers > 0 and self.algorithm.needs_reference
@@ -198,6 +204,7 @@ def check_agreement(config: RunConfig) -> None:
     )
     _check_groups(config)
     _check_shaped_rewards(config)
+    _check_teacher(config)
     _check_adapter(config)
     _check_pipeline(config)
     _check_routes(config)
@@ -234,6 +241,14 @@ def _check_shaped_rewards(config: RunConfig) -> None:
         not by_turn or config.reward.normalize == "none",
         f"reward.normalize={config.reward.normalize} rescales the reward of an episode, and not those of its turns, "
         "which algorithm.credit=turn subtracts from it; allowed: normalize=none, or credit=episode.",
+    )
+
+
+def _check_teacher(config: RunConfig) -> None:
+    check(
+        not config.reference.path or config.algorithm.needs_reference,
+        f"reference.path={config.reference.path} has no effect, since algorithm={config.algorithm.name} compares with "
+        "no reference policy; allowed: algorithm=distill, or another one with algorithm.kl=loss or reward.",
     )
 
 

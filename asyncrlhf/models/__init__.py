@@ -4,5 +4,5 @@ made small for comparisons before a run; copies between the host and the device 
 
 DOORS = (
     "adapter", "checkpoint_folder", "checkpoint_notes", "copies", "miniature", "offload", "plain_pass", "pretrained",
-    "routes", "vocabulary", "weight_files",
+    "routes", "teacher", "vocabulary", "weight_files",
 )  # fmt: skip

@@ -55,18 +55,13 @@ def load_policy(
 def check_model(config: ModelConfig) -> None:
     """Raise ConfigError unless the checkpoint's config and tokenizer load and the adapter fits; reads no weights."""
     shape = load_shape(config)
-    own_code = config.trust_remote_code and "AutoModelForCausalLM" in (getattr(shape, "auto_map", None) or {})
     method = quantisation(shape.to_dict())
     check(
         not method,
         f"model.path={config.path} holds quantised weights ({method}), which cannot train; give the original "
         "checkpoint, or one that transformers' model.dequantize() and save_pretrained wrote.",
     )
-    check(
-        own_code or (type(shape) in transformers.AutoModelForCausalLM._model_mapping and not shape.is_encoder_decoder),
-        f"model.path={config.path} has the model type {shape.model_type}, which does not generate text; allowed: a "
-        "causal language model.",
-    )
+    check_causal(config, "model.path")
     end_tokens(config, load_tokenizer(config))
     check_weights(resolve(config.path), "model.path")
     _check_keywords(config, shape)
@@ -79,6 +74,17 @@ def check_model(config: ModelConfig) -> None:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(shape, trust_remote_code=config.trust_remote_code)
             add_adapter(model, config.lora)
+
+
+def check_causal(config: ModelConfig, key: str) -> None:
+    """Raise ConfigError, naming the setting ``key``, unless the checkpoint's model generates text."""
+    shape = load_shape(config)
+    own_code = config.trust_remote_code and "AutoModelForCausalLM" in (getattr(shape, "auto_map", None) or {})
+    check(
+        own_code or (type(shape) in transformers.AutoModelForCausalLM._model_mapping and not shape.is_encoder_decoder),
+        f"{key}={config.path} has the model type {shape.model_type}, which does not generate text; allowed: a "
+        "causal language model.",
+    )
 
 
 def check_routers(config: ModelConfig) -> None:

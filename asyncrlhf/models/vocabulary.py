@@ -28,9 +28,13 @@ def sampled_vocabulary(config: ModelConfig, tokenizer: transformers.PreTrainedTo
 def limit_vocabulary(config: ModelConfig, *models: Any) -> None:
     """Note on each of ``models``, loaded from the checkpoint, and so on copies made of it later, over how many ids its
     policy is a distribution, unless over all."""
-    count = sampled_vocabulary(config, load_tokenizer(config))
+    limit_to(sampled_vocabulary(config, load_tokenizer(config)), *models)
+
+
+def limit_to(count: int, *models: Any) -> None:
+    """As :func:`limit_vocabulary`, of the first ``count`` ids."""
     for model in models:
-        if count < _rows(config):
+        if count < int(model.config.get_text_config().vocab_size):
             setattr(model, _ATTRIBUTE, count)
 
 

@@ -14,10 +14,14 @@ from tests.numeric import FLOAT32, assert_close
 PRESETS = sorted(path.stem for path in (conf_folder() / "algorithm").glob("*.yaml"))
 
 
+TEACHER = ("reference.path=tiny", "model.model_init_kwargs={num_hidden_layers: 2}")
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.more_but("asymre", "best_of_n", "grpo", "gspo", "online_dpo", "opmd", "ppo", "rloo", "topr", "vtrace")
 def test_preset_trains(tmp_path: Path, preset: str) -> None:
-    done = run(tmp_path, *FAKE, f"algorithm={preset}", "steps=2", "async.mode=one_step")
+    more = TEACHER if preset == "distill" else ()
+    done = run(tmp_path, *FAKE, f"algorithm={preset}", "steps=2", "async.mode=one_step", *more)
     done.assert_ledger_whole()
     for row in done.metrics:
         assert math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]) and row["skipped"] == 0

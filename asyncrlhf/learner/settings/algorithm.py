@@ -44,9 +44,22 @@ class AlgorithmConfig:
     )
     advantage: str = setting(
         "group_norm",
-        "What a rollout's reward is measured against: nothing, its group's mean, the other siblings, the group's mean "
-        "and deviation, the group's mean as its unit, the batch, a critic, the least-variance baseline, or V*.",
-        choices=("raw", "group_mean", "loo", "group_norm", "mean_norm", "whiten", "gae", "vtrace", "opob", "vstar"),
+        "What a rollout's reward is measured against: nothing (raw), its group's mean, the other siblings, the group's "
+        "mean and deviation, the group's mean as its unit, the batch, a critic, the least-variance baseline, or V*. "
+        "none: it does not count, and only kl=loss trains.",
+        choices=(
+            "none",
+            "raw",
+            "group_mean",
+            "loo",
+            "group_norm",
+            "mean_norm",
+            "whiten",
+            "gae",
+            "vtrace",
+            "opob",
+            "vstar",
+        ),
     )
     credit: str = setting(
         "episode",
@@ -132,7 +145,10 @@ class AlgorithmConfig:
     kl: str = setting("none", "Where the KL counts: nowhere, off the reward, or in the loss.", choices=KL_PLACES)
     beta: float = setting(0.0, "Weight of the KL; of the head under head=regress and head=pair.", low=0)
     kl_estimator: str = setting(
-        "auto", "Estimator of the KL; auto is k1 in the reward and k3 in the loss.", choices=("auto", "k1", "k2", "k3")
+        "auto",
+        "Estimator of the KL; auto is k1 in the reward and k3 in the loss. forward: of KL(ref || policy) in the loss, "
+        "whose weights are ref / mu.",
+        choices=("auto", "k1", "k2", "k3", "forward"),
     )
     kl_importance_weighted: bool = setting(True, "kl=loss: weighs the KL by the policy term's ratio, as it must be.")
     kl_target: str = setting("ref", "The KL is from the frozen reference, or from the sampler.", choices=("ref", "mu"))
@@ -357,6 +373,11 @@ def _check_head(config: AlgorithmConfig) -> None:
 def _check_advantage(config: AlgorithmConfig) -> None:
     level = config.correction_level
     check(
+        config.advantage != "none" or config.kl == "loss" or bool(config.loss.target),
+        f"algorithm.advantage=none leaves nothing to learn from with algorithm.kl={config.kl}; allowed: kl=loss, or "
+        "another advantage.",
+    )
+    check(
         config.advantage_shift == 0 or config.advantage == "group_mean",
         f"algorithm.advantage_shift moves the group's mean, which algorithm.advantage={config.advantage} does not "
         "subtract; allowed: advantage=group_mean, or advantage_shift=0.",
@@ -440,6 +461,11 @@ def _check_ratio(config: AlgorithmConfig) -> None:
 
 def _check_kl(config: AlgorithmConfig) -> None:
     check(config.kl == "none" or config.beta > 0, f"algorithm.kl={config.kl} needs algorithm.beta > 0.")
+    check(
+        config.kl_estimator != "forward" or config.kl_importance_weighted,
+        "algorithm.kl_estimator=forward is a weight of each token, which algorithm.kl_importance_weighted=false drops; "
+        "allowed: kl_importance_weighted=true.",
+    )
     check(
         not (config.kl == "reward" and config.kl_target == "mu"),
         "algorithm.kl=reward is a penalty for leaving the reference, not the sampler (algorithm.kl_target=mu); "

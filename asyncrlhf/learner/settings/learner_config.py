@@ -55,6 +55,9 @@ class ReferenceConfig(WorkersConfig):
     """``workers=0``: the learner holds the frozen model and uses it in each step. Otherwise: separate workers
     use it for each rollout as it ends."""
 
+    path: str = setting(
+        "", "The reference policy's checkpoint, such as a teacher's: with the policy's tokens; empty: model.path's."
+    )
     dtype: str = setting(
         "auto",
         "Number format of the frozen weights; auto is float32 under learner.mixed_precision, as the learner computes, "

@@ -112,8 +112,8 @@ def _critic_advantages(tokens: ResponseTokens, config: AlgorithmConfig) -> tuple
 
 
 def _sequence_advantages(rewards: torch.Tensor, group_ids: torch.Tensor, config: AlgorithmConfig) -> torch.Tensor:
-    """[N]; zeros where each update fills in its own."""
-    if config.head != "policy" or config.advantage == "opob":
+    """[N]; zeros without an advantage, and where each update fills in its own."""
+    if config.head != "policy" or config.advantage in ("opob", "none"):
         return torch.zeros_like(rewards)
     if config.advantage == "vstar":
         return vstar(rewards, group_ids, beta=config.vstar_beta)

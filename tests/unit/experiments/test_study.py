@@ -54,7 +54,7 @@ def small(tmp_path: Path, **changes: object) -> Study:
         samples=2,
         pilot_value=1,
         pilot_rates=[1e-5, 1e-4],
-        pilot_seed=7,
+        pilot_seeds=[7],
     )
     return replace(plain, **changes)
 

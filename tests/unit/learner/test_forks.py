@@ -30,7 +30,7 @@ from tests.branching import text_of
 from tests.numeric import FLOAT32, assert_close
 from tests.unit.learner import test_presets
 from tests.unit.learner.test_observed_tokens import on_policy
-from tests.unit.learner.test_presets import PRESETS, expected_gradient, one_update, step
+from tests.unit.learner.test_presets import PRESETS, expected_gradient, one_update, step, teacher_of
 from tests.unit.learner.test_served_critic import served, weights
 from tests.unit.learner.worlds import VOCABULARY, assert_same, backend, llama, samples, with_gaps
 
@@ -170,7 +170,7 @@ def test_the_gradient_is_that_of_the_branches_as_texts(name: str, by_texts: list
     algorithm = one_update(name)
     batch = on_policy(pack(by_texts))
     tolerance = 2e-4 if algorithm.level != "token" else 5e-5
-    gradient, metrics = step(algorithm, batch, budget=60, reference=0)
+    gradient, metrics = step(algorithm, batch, budget=60, reference=teacher_of(algorithm))
     assert_same(gradient, expected_gradient(batch, algorithm), tolerance)
     assert metrics["response_tokens"] == batch.response_mask.sum()
 

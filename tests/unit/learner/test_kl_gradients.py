@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from asyncrlhf.config.compose import load_config
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
 from asyncrlhf.types import TrainBatch
 from tests.numeric import assert_close
@@ -54,14 +55,21 @@ def found(algorithm: AlgorithmConfig, batch: TrainBatch, temperature: float = 1.
     return torch.cat([gradient.flatten() for gradient in gradients(trained).values()]).double()
 
 
-def truth(place: str, temperature: float = 1.0, rewards: np.ndarray = REWARDS) -> torch.Tensor:
-    """The gradient of -E_pi[R] + BETA KL(pi || ref), the KL as ``place`` means it."""
+def truth(
+    place: str, temperature: float = 1.0, rewards: np.ndarray = REWARDS, prefixes: Table | None = None
+) -> torch.Tensor:
+    """The gradient of -E_pi[R] + BETA KL(pi || ref), the KL as ``place`` means it; forward: of KL(ref || pi), after
+    the first tokens of ``prefixes`` (pi)."""
     model = copied(policies()[1])
     pi = Table.of(model, temperature)
     with torch.no_grad():
         ref = Table.of(reference(), temperature)
     if place == "reward":
         distance = pi.kl(ref)
+    elif place == "forward":
+        behind = (ref.second.exp() * (ref.second - pi.second)).sum(1)
+        before = (prefixes or pi).first.exp().detach()
+        distance = (ref.first.exp() * (ref.first - pi.first)).sum() + (before * behind).sum()
     else:
         behind = (pi.second.exp() * (pi.second - ref.second)).sum(1)
         distance = (pi.first.exp() * (pi.first - ref.first)).sum() + (pi.first.exp().detach() * behind).sum()
@@ -78,7 +86,7 @@ def cosine(gradient: torch.Tensor, exact: torch.Tensor) -> float:
     return float(torch.nn.functional.cosine_similarity(gradient, exact, dim=0))
 
 
-WAYS = [("reward", "auto"), ("loss", "k1"), ("loss", "k2"), ("loss", "k3")]
+WAYS = [("reward", "auto"), ("loss", "k1"), ("loss", "k2"), ("loss", "k3"), ("loss", "forward")]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -88,7 +96,16 @@ def test_the_expected_gradient_is_the_true_one(place: str, estimator: str, lag: 
     """On policy without a correction, at a lag under uncut weights of whole answers."""
     algorithm = dataclasses.replace(PLAIN, kl=place, beta=BETA, kl_estimator=estimator, **(UNCUT if lag else {}))
     batch = enumerated(sampler(lag, temperature), REWARDS)
-    assert_exact(found(algorithm, batch, temperature), truth(place, temperature))
+    wanted = "forward" if estimator == "forward" else place
+    assert_exact(found(algorithm, batch, temperature), truth(wanted, temperature))
+
+
+@pytest.mark.parametrize("lag", [0, LAG])
+def test_distillation_follows_the_kl_to_the_teacher_whatever_the_rewards(lag: int) -> None:
+    preset = load_config(["algorithm=distill"]).algorithm
+    algorithm = dataclasses.replace(preset, beta=BETA, aggregate="seq_sum", ratio_bound=100.0)
+    mu = sampler(lag, 1.0)
+    assert_exact(found(algorithm, enumerated(mu, REWARDS)), truth("forward", rewards=ZERO, prefixes=mu))
 
 
 # --- truncated sampling: the policies are those on the sampler's sets, held fixed -----------------------------------
@@ -122,7 +139,7 @@ def truth_on(sets: list[list[np.ndarray]], place: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("lag", [0, LAG])
-@pytest.mark.parametrize(("place", "estimator"), [("reward", "auto"), ("loss", "k1")])
+@pytest.mark.parametrize(("place", "estimator"), [("reward", "auto"), ("loss", "k1"), ("loss", "k2")])
 def test_under_top_p_the_expected_gradient_is_that_on_the_kept_sets(place: str, estimator: str, lag: int) -> None:
     behavior, sets = truncated(lag)
     assert 4 < float((behavior.sequences() > 0).sum()) < V * V

@@ -25,7 +25,15 @@ from asyncrlhf.readahead.readers import ReadingReference
 from asyncrlhf.rewards.model import policy_ids
 from asyncrlhf.types import OBSERVED, TrainBatch, TrainSample
 from tests.numeric import FLOAT32, assert_close
-from tests.unit.learner.test_presets import PRESETS, expected_gradient, model_logprobs, one_update, preset, step
+from tests.unit.learner.test_presets import (
+    PRESETS,
+    expected_gradient,
+    model_logprobs,
+    one_update,
+    preset,
+    step,
+    teacher_of,
+)
 from tests.unit.learner.test_served_critic import plain_values, served, weights
 from tests.unit.learner.worlds import assert_same, backend, llama, plain_logprobs, samples, with_gaps
 
@@ -178,7 +186,7 @@ def on_policy(batch: TrainBatch) -> TrainBatch:
 def test_the_gradient_on_policy_is_that_of_the_sampled_tokens(name: str) -> None:
     """By a padded pass of transformers over the whole row, without any of our packing."""
     batch, algorithm = on_policy(pack(gapped())), one_update(name)
-    gradient, metrics = step(algorithm, batch, budget=40, reference=0)
+    gradient, metrics = step(algorithm, batch, budget=40, reference=teacher_of(algorithm))
     assert_same(gradient, expected_gradient(batch, algorithm), tolerance=2e-4 if algorithm.level != "token" else 5e-5)
     assert metrics["response_length_mean"] == pytest.approx(batch.response_mask.sum() / len(batch.rewards))
     assert metrics["response_tokens"] == batch.response_mask.sum() < metrics["tokens"] == len(batch.token_ids)

@@ -115,8 +115,9 @@ def test_a_learner_uses_it_for_every_policy(dtypes: set[torch.dtype], algorithm:
 def test_a_reference_worker_follows_the_learner(
     dtypes: set[torch.dtype], monkeypatch: pytest.MonkeyPatch, dtype: str, expected: torch.dtype
 ) -> None:
-    monkeypatch.setattr(reference_worker, "load_sampled", lambda model, device, dtype: llama().to(dtype))
-    spec = reference_worker.ReferenceSpec(ReferenceConfig(workers=1, dtype=dtype), ModelConfig(), 1.0, "bfloat16", True)
+    monkeypatch.setattr(reference_worker, "load_reference", lambda policy, model, device, dtype: llama().to(dtype))
+    own, models = ReferenceConfig(workers=1, dtype=dtype), 2 * [ModelConfig()]
+    spec = reference_worker.ReferenceSpec(own, *models, 1.0, "bfloat16", True)
     worker = reference_worker.ReferenceWorker(spec)
     dtypes.clear()  # of the comparisons at the start
     worker.annotate([sample.rollout for sample in samples(2)])

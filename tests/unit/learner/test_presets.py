@@ -135,7 +135,7 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 def has_advantage_without_spread(algorithm: AlgorithmConfig) -> bool:
-    return algorithm.head == "regress" or algorithm.advantage_shift != 0
+    return algorithm.head == "regress" or algorithm.advantage_shift != 0 or algorithm.kl == "loss"
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -203,6 +203,7 @@ def advantage_rule(a: AlgorithmConfig) -> Advantage:
         slope = {"dpo": a.beta / 2, "ipo": 1 / (a.beta or 1), "best": 1.0}[a.pair_loss]
         return by_group(lambda r: slope * (np.maximum(ends(r), 0) if a.pair_loss == "best" else ends(r)))
     return {
+        "none": by_group(lambda r: 0 * r),
         "group_norm": by_group(lambda r: (r - r.mean()) / (r.std(ddof=1) + 1e-4)),
         "group_mean": by_group(lambda r: r - (r.mean() + a.advantage_shift)),
         "loo": by_group(lambda r: r - (r.sum() - r) / (len(r) - 1)),
@@ -211,8 +212,14 @@ def advantage_rule(a: AlgorithmConfig) -> Advantage:
     }.get(a.advantage, lambda batch, algorithm, norms: batch.rewards.astype(np.float64))
 
 
+def teacher_of(a: AlgorithmConfig) -> int:
+    """The seed of the reference model: the policy's own, but for distillation, which has no gradient there."""
+    return 5 if a.kl == "loss" else 0
+
+
 def expected_gradient(batch: TrainBatch, a: AlgorithmConfig) -> dict[str, torch.Tensor]:
-    """Of -sum w A log pi under the preset's aggregate, by a padded forward; values and KL are zero."""
+    """Of -sum w A log pi under the preset's aggregate, by a padded forward; values are zero. The KL to a teacher
+    adds its weight, ref / pi at most ratio_bound, to each token's A."""
     model = llama()
     masks = [torch.from_numpy(batch.loss_mask[s:e][batch.response_mask[s:e]]) for s, e in spans(batch)]
     logprobs = plain_logprobs(model, batch)
@@ -222,11 +229,15 @@ def expected_gradient(batch: TrainBatch, a: AlgorithmConfig) -> dict[str, torch.
     if a.whiten or a.advantage == "whiten":
         spread = np.repeat(advantages, counts)
         advantages = (advantages - spread.mean()) / np.sqrt(spread.var(ddof=1) + 1e-8)
+    with torch.no_grad():
+        refs = plain_logprobs(llama(seed=teacher_of(a)), batch)
     total = torch.zeros(())
     for row, (theta, mask) in enumerate(zip(logprobs, masks, strict=True)):
+        weight = (refs[row] - theta.detach())[mask].exp().clamp(max=a.largest_ratio)
+        gain = advantages[row] + a.beta * (a.kl == "loss") * weight
         share = {"token": 1 / sum(counts), "seq_mean": 1 / max(counts[row], 1) / present, "seq_sum": 1 / present}
-        scale = share.get(a.aggregate, 1 / (present * LONGEST)) * float(batch.weights[row]) * advantages[row]
-        total = total - scale * theta[mask].sum()
+        scale = share.get(a.aggregate, 1 / (present * LONGEST)) * float(batch.weights[row])
+        total = total - scale * (gain * theta[mask]).sum()
     total.backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
@@ -251,13 +262,13 @@ def score_terms(batch: TrainBatch, masks: list[torch.Tensor]) -> list[np.ndarray
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.more_but(every=6)
 def test_on_policy_the_gradient_is_minus_a_grad_log_pi(name: str) -> None:
-    """mu = theta = reference: every ratio is 1, whatever is done with it. The heads' factors are their documented
-    ones."""
+    """mu = theta, and the reference too unless it teaches: every ratio is 1, whatever is done with it. The heads'
+    factors are their documented ones."""
     batch, algorithm = random_batch(4, 3, seed=8), one_update(name)
     behavior = batch.behavior_logprobs.copy()
     behavior[batch.response_mask] = model_logprobs(batch)
     batch = dataclasses.replace(batch, behavior_logprobs=behavior)
-    gradient, metrics = step(algorithm, batch, budget=30, reference=0)
+    gradient, metrics = step(algorithm, batch, budget=30, reference=teacher_of(algorithm))
     assert_same(gradient, expected_gradient(batch, algorithm), tolerance=2e-4 if algorithm.level != "token" else 5e-5)
     assert_close(metrics["ess_fraction_seq"], 1.0, atol=1e-4)
     assert metrics["clip_fraction"] == 0.0 or algorithm.coef == "signed", "TOPR's bound is at 1 itself"
