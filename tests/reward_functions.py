@@ -159,3 +159,7 @@ def where_and_what(completions: list[str], **columns: Any) -> list[float]:
     Path("mine").write_text("x")
     own = 10.0 * (len(list(Path.cwd().iterdir())) == 1)
     return [own + (completion in os.environ) for completion in completions]
+
+
+def minus_length(completions: list[str], **columns: Any) -> list[float]:
+    return [-float(len(completion)) for completion in completions]

@@ -23,6 +23,7 @@ from asyncrlhf.actors.where import keep_to, name_interface
 from asyncrlhf.data.checkpoint_manifest import Seals
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.packing import empty_batch, pack
+from asyncrlhf.learner.settings.algorithm import check_earned
 from asyncrlhf.learner.settings.learner_config import BackendSpec, StepResult
 from asyncrlhf.models.checkpoint_folder import load_tokenizer
 from asyncrlhf.records.write.rollout_tokens import TokenRecord, sampled
@@ -91,7 +92,7 @@ class LearnerWorker:
         self.rank = rank
         self._model = spec.model
         # Fields that an empty share would otherwise lack.
-        self._by_turn = spec.algorithm.credit == "turn"
+        self._algorithm, self._by_turn = spec.algorithm, spec.algorithm.credit == "turn"
         self._no_share = empty_batch(reference=spec.reference_served, values=spec.critic_served, turns=self._by_turn)
         device = "cuda" if spec.learner.gpus > 0 else "cpu"
         if ranks > 1:
@@ -132,6 +133,7 @@ class LearnerWorker:
         share of the batch; empty if there are fewer groups than shares. ``bundles``: of rollouts, and of the arrays
         that services computed for them, which are joined here. ``recorded``: ids of the rollouts whose tokens the rank
         that trains them records."""
+        check_earned(self._algorithm, (reward for _, reward, *_ in chosen))
         self.wake()
         rollouts = resolved([address for address, *_ in chosen], bundles)
         samples = [

@@ -226,6 +226,18 @@ def _check_shaped_rewards(config: RunConfig) -> None:
         "buffer.filter_zero_spread=true compares scores alone, but algorithm.kl=reward tells siblings of equal score "
         "apart; allowed: filter_zero_spread=false, or kl=loss.",
     )
+    below_zero = {
+        "algorithm.kl=reward": algorithm.kl == "reward",
+        f"reward.normalize={config.reward.normalize}": config.reward.normalize != "none",
+        f"reward.missing_eos_penalty={config.reward.missing_eos_penalty:g}": config.reward.missing_eos_penalty > 0,
+        f"reward.overlong_buffer={config.reward.overlong_buffer}": config.reward.overlong_buffer > 0,
+    }
+    for what, there in below_zero.items():
+        check(
+            not there or algorithm.advantage != "mean_norm",
+            f"{what} brings rewards below 0, and algorithm.advantage=mean_norm has a group's mean reward as its unit; "
+            "allowed: without it, or another advantage.",
+        )
     by_turn = algorithm.credit == "turn"
     check(
         not by_turn or config.episode.used,

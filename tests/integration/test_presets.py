@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrlhf.config.conversion import conf_folder
+from asyncrlhf.errors import AsyncRLHFError
 from tests.loop import FAKE, run
 from tests.numeric import FLOAT32, assert_close
 
@@ -49,3 +50,10 @@ def test_kl_is_counted_where_it_is_put(tmp_path: Path, plain_loss: float, place:
     assert_close(held.metrics[0]["ref_kl"], 0, atol=FLOAT32, what="the first step starts at the reference")
     assert held.metrics[-1]["ref_kl"] > 0
     assert held.metrics[-1]["loss"] != plain_loss
+
+
+def test_maxrl_ends_at_a_reward_below_zero(tmp_path: Path) -> None:
+    """Its unit is a group's mean: with -1 and 1.01 the advantages would be some hundreds."""
+    reward = ("reward.kind=python", "reward.target=tests.reward_functions:minus_length")
+    with pytest.raises(AsyncRLHFError, match=r"algorithm=maxrl: .* a rollout earned -\d"):
+        run(tmp_path, *FAKE, "algorithm=maxrl", "steps=2", "async.mode=one_step", *reward)

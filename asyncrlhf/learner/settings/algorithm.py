@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from asyncrlhf.errors import ContradictionError
@@ -254,6 +255,16 @@ class AlgorithmConfig:
     def comparison(self) -> str:
         """The setting that compares a rollout with its group, for messages: ``head=pair`` or ``advantage=loo``."""
         return f"advantage={self.advantage}" if self.head == "policy" else f"head={self.head}"
+
+
+def check_earned(config: AlgorithmConfig, rewards: Iterable[float]) -> None:
+    """Raise ConfigError for rewards of a step that the advantage is not defined for."""
+    least = min(rewards, default=0.0)
+    check(
+        config.advantage != "mean_norm" or least >= 0,
+        f"algorithm={config.name}: advantage=mean_norm has a group's mean reward as its unit, and a rollout earned "
+        f"{least:g}; allowed: rewards of at least 0, or another advantage.",
+    )
 
 
 def check_algorithm(config: AlgorithmConfig) -> None:

@@ -97,6 +97,8 @@ NONSENSE = [
         "buffer.filter_zero_spread=true algorithm.kl=reward algorithm.beta=1",
         ["buffer.filter_zero_spread=true compares scores alone", "allowed: filter_zero_spread=false, or kl=loss."],
     ),
+    *((f"algorithm=maxrl {given}", [f"{given} brings rewards below 0", "allowed: without it, or another advantage."])
+      for given in ("reward.normalize=batch", "reward.missing_eos_penalty=0.5", "reward.overlong_buffer=4")),
     ("learner.ranks=2 runtime=local", ["runtime=local", "learner.ranks=2"]),
     ("runtime=ray weights.transport=local", ["weights.transport=local", "object_store"]),
     ("async.pacing=jit", ["async.pacing=jit is not known", "just_in_time"]),
