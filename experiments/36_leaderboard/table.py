@@ -1,6 +1,6 @@
 """Ranks the methods of the leaderboard from its CSV files, and writes what docs/choosing.md and the README say of it.
 
-    python -m experiments.36_leaderboard.table          # ranking.csv, figure.png, the part of docs/choosing.md
+    python -m experiments.36_leaderboard.table          # ranking.csv, figure.png, the sweep, the part of docs/choosing.md
 
 Every comparison is between runs of one seed. Errors are standard errors over seeds.
 """
@@ -26,6 +26,7 @@ START = 0.211  # held-out reward before training, sampled
 GOAL = 0.33  # half of what the best runs gain
 BATCH = 128
 PAGE = HERE.parents[1] / "docs" / "choosing.md"
+SWEEP = HERE.parents[1] / "conf" / "experiment" / "leaderboard.yaml"
 BEGIN, END = "<!-- leaderboard: begin -->\n", "<!-- leaderboard: end -->\n"
 
 
@@ -152,6 +153,41 @@ def part(runs: pd.DataFrame, ranked: pd.DataFrame) -> str:
     return f"{lines}\n\n{table(ranked)}"
 
 
+def sweep(study: Study) -> str:
+    """conf/experiment/leaderboard.yaml: the same runs by `asyncrlhf sweep`, a part for each learning rate."""
+    rates, lags = study.rates(), ",".join(map(str, study.values))
+    lines = [
+        "# @package _global_",
+        "# Every preset with a ratio at exact lags, each at its own learning rate (experiments/36_leaderboard, which made",
+        "# this file and runs the same some three times as fast, without a process for each run):",
+        "# asyncrlhf sweep experiment=leaderboard",
+        "defaults:",
+        "  - staleness_quick",
+        "  - _self_",
+        "",
+        "name: leaderboard",
+        "algorithm:",
+        "  num_iterations: 1",
+        "sweep:",
+        f"  seeds: {len(study.seeds)}",
+        "  parts:",
+        "    quality: null",
+        "    speed: null",
+    ]
+    for number, rate in enumerate(sorted(set(rates.values()))):
+        names = ",".join(method for method in study.methods if rates[method] == rate)
+        lines += [
+            f"    rate_{number + 1}:",
+            "      overrides:",
+            "        - runtime=local",
+            "        - async=fixed_lag",
+            f"        - async.lag={lags}",
+            f"        - learner.learning_rate={rate:g}",
+            f"        - algorithm={names}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
 def draw(ranked: pd.DataFrame, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 0.28 * len(ranked) + 1.2), constrained_layout=True)
     rows = np.arange(len(ranked))[::-1]
@@ -174,6 +210,7 @@ def read() -> tuple[pd.DataFrame, pd.DataFrame]:
 
 def main() -> None:
     runs, ranked = read()
+    SWEEP.write_text(sweep(Study.read(HERE)))
     ranked.to_csv(HERE / "ranking.csv", index=False, float_format="%.4g")
     draw(ranked, HERE / "figure.png")
     made, page = part(runs, ranked), PAGE.read_text()
