@@ -80,6 +80,9 @@ COMMANDS = {
 }
 
 
+BELOW = ("train", "sweep", "sft", "preferences", "reward-model", "evaluate")  # run in a process below this one
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
@@ -95,6 +98,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         word = printable(arguments[0])
         print(f"asyncrlhf: {word} is not a command{hint}; allowed: {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
+    if argv is None and arguments[0] in BELOW:
+        from asyncrlhf.cli.parent import above
+
+        return above(lambda further: _run(_with(arguments, further)))
+    return _run(arguments)
+
+
+def _with(arguments: Sequence[str], further: Sequence[str]) -> list[str]:
+    """The arguments with further overrides in place of their own."""
+    keys = tuple(f"{word.partition('=')[0]}=" for word in further)
+    return [*(word for word in arguments if not (keys and word.startswith(keys))), *further]
+
+
+def _run(arguments: Sequence[str]) -> int:
     if not sys.warnoptions:  # byte-compiling a library for the first time warns of its code, between our lines
         warnings.filterwarnings("ignore", category=SyntaxWarning)
     from asyncrlhf.orchestrator.start.interruption import like_ctrl_c

@@ -20,6 +20,7 @@ from ray._private import utils
 
 from asyncrlhf.cluster.forked_workers import ForkedWorkers
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.last_words import tell
 from asyncrlhf.scratch import Scratch
 
 # glibc gives freed memory back to the system after every step and takes it again page by page at the next; with these
@@ -47,6 +48,8 @@ def init(**options: Any) -> None:
     theirs, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
     try:
         ray.init(**options)
+        if (node := ray._private.worker._global_node) is not None:
+            tell(ray=node.get_session_dir_path())
     finally:
         utils.set_sigterm_handler = theirs
         renew_handlers()
@@ -54,6 +57,7 @@ def init(**options: Any) -> None:
 
 def shut_down() -> None:
     """``ray.shutdown``, after which signals have the same effect as before: Ray would leave SIGTERM to the system."""
+    tell(needs={})
     ray.shutdown()
     renew_handlers()
 
@@ -89,6 +93,7 @@ class OwnRay:
             ):
                 # address: never a cluster that happens to run here
                 init(address="local", num_cpus=cpus, object_store_memory=store, **options)
+                tell(needs=_main_processes())
         except BaseException as error:
             begun = set(psutil.Process().children(recursive=True)) - before
             shut_down()
@@ -113,6 +118,13 @@ class OwnRay:
         self._workers.close()
         if self._scratch:
             self._scratch.close()
+
+
+def _main_processes() -> dict[str, int]:
+    """The ids of Ray's processes without which a run cannot go on."""
+    node = ray._private.worker._global_node
+    found: dict[str, Any] = {} if node is None else node.all_processes
+    return {name: found[name][0].process.pid for name in ("raylet", "gcs_server") if found.get(name)}
 
 
 def _folder() -> Scratch | None:

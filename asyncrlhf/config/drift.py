@@ -45,6 +45,7 @@ RULES: dict[str, tuple[Decision, str]] = {
     "eval_every": (NOTE, "evaluations happen at other steps"),
     "stall_timeout_seconds": (NOTE, "is a time limit"),
     "max_failure_fraction": (NOTE, "is a limit of failures"),
+    "restarts": (NOTE, "is a limit of failures"),
     "max_restarts": (NOTE, "is a limit of failures"),
     "model": (REFUSE, _MODEL),
     "model.trust_remote_code": (NOTE, "lets code run that the model needs"),

@@ -76,6 +76,14 @@ class RunConfig:
         low=0,
         high=1,
     )
+    restarts: int = setting(
+        0,
+        "`asyncrlhf train`: how often a run that fails, or whose process dies, begins again from its newest checkpoint "
+        "without having made a step since.",
+        low=0,
+        high=10**6,
+        common=True,
+    )
     max_restarts: int = setting(
         3,
         "Restarts of a part that dies: of a replica in all, of a worker in a row, of the learner without a step in "

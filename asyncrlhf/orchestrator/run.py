@@ -24,6 +24,7 @@ from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.unused import unused_settings
 from asyncrlhf.errors import AsyncRLHFError, ConfigError, DiskFullError, failure_sentence, full_disk
+from asyncrlhf.last_words import tell
 from asyncrlhf.learner.settings.model_fits import check_dealt_out
 from asyncrlhf.learner.step.user_loss import check_loss
 from asyncrlhf.learner.updates.optimizers import check_optimizer
@@ -221,6 +222,8 @@ def _train(config: RunConfig, callbacks: Callbacks) -> dict[str, Any]:
 
 def _open_records(prepared: Prepared, settings: dict[str, Any]) -> Sinks:
     """Remove what an attempt before left, note this one, and start the sinks."""
+    config = prepared.config
+    tell(run_dir=str(prepared.run_dir.absolute()), restarts=config.restarts, steps_planned=config.steps)
     sweep_unfinished(prepared.run_dir)
     for name in (ERROR_FILE, STATUS_FILE):
         (prepared.run_dir / name).unlink(missing_ok=True)

@@ -7,7 +7,9 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import FrameType
+
+from asyncrlhf.last_words import seen
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -22,12 +24,17 @@ def like_ctrl_c() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in NUMBERS}
     heeded = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
     for number in heeded:
-        signal.signal(number, signal.default_int_handler)
+        signal.signal(number, _interrupt)
     try:
         yield
     finally:
         for number in heeded:
             signal.signal(number, before[number])
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    seen(number)
+    raise KeyboardInterrupt
 
 
 @contextmanager
@@ -41,7 +48,8 @@ def in_order(stop: Callable[[], str], say: Callable[[str], None]) -> Iterator[No
     heeded = [number for number in NUMBERS if signal.getsignal(number) is not signal.SIG_IGN]
 
     # Handlers of Python, not of the loop: the second signal acts also while something blocks the loop (Ray's start).
-    def first(*_: Any) -> None:
+    def first(number: int, _: FrameType | None) -> None:
+        seen(number)
         end_at_once()
         loop.call_soon_threadsafe(end_in_order)
 
@@ -50,7 +58,7 @@ def in_order(stop: Callable[[], str], say: Callable[[str], None]) -> Iterator[No
 
     def end_at_once() -> None:
         for number in heeded:
-            signal.signal(number, signal.default_int_handler)
+            signal.signal(number, _interrupt)
 
     for number in heeded:
         signal.signal(number, first)

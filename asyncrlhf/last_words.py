@@ -1,0 +1,64 @@
+"""What the process of a command tells the one above it (``cli/parent.py``), which speaks for it if it dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+# Signals that end a command in order, each with the one by which the process above passes it on. Numbers of real-time
+# signals come last, so that Python calls a handler of the first kind before one of the second.
+PASSED_ON = {
+    getattr(signal, name): signal.SIGRTMIN + place
+    for place, name in enumerate(("SIGINT", "SIGTERM", "SIGHUP"), start=1)
+    if hasattr(signal, "SIGRTMIN")
+}
+SAME = 2.0  # seconds within which a signal passed on is one that this process got itself
+
+_pipe, _owner, _code = -1, 0, 0
+_seen: dict[int, float] = {}
+
+
+def below(pipe: int) -> None:
+    """This process has one above it, which reads ``pipe``."""
+    global _pipe, _owner
+    _pipe, _owner = pipe, os.getpid()
+    for passed_on in PASSED_ON.values():
+        signal.signal(passed_on, _passed_on)
+
+
+def tell(**facts: Any) -> None:
+    """Tell the process above. Without effect where there is none, and in further processes."""
+    global _code
+    _code = facts.get("ended", _code)
+    if _pipe >= 0 and os.getpid() == _owner:
+        with suppress(OSError):
+            os.write(_pipe, (json.dumps(facts) + "\n").encode())
+
+
+def ended_with() -> int:
+    """The exit code that this process told last."""
+    return _code
+
+
+def seen(number: int) -> None:
+    """A handler of a signal says that it was called."""
+    _seen[number] = time.monotonic()
+
+
+def _passed_on(number: int, frame: FrameType | None) -> None:
+    """Whoever signals a whole group of processes (a terminal, ``timeout``, a cluster's scheduler) signals both this one
+    and the one above it, which passes it on: it counts once."""
+    own = next(plain for plain, passed_on in PASSED_ON.items() if passed_on == number)
+    if time.monotonic() - _seen.get(own, -SAME) < SAME:
+        return
+    handler = signal.getsignal(own)
+    if callable(handler):
+        handler(own, frame)
+        _seen.pop(own, None)  # it was not this process's own
+    elif handler == signal.SIG_DFL:
+        os.kill(os.getpid(), own)

@@ -1,0 +1,185 @@
+"""The process above a command: what it says when the run's own process dies, what it cleans up, and restarts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrlhf.records.read.verify import verify
+from tests.loop import FAKE, QUIET
+from tests.processes import lives
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 90.0  # for each thing that is waited for
+LOCAL = (*FAKE, *QUIET, "runtime=local", "checkpoint.every=5", "logging.report=false")
+
+
+class Command:
+    """A command as a user starts it, with its own process below the one that was started."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.run_dir = folder / "run"
+        command = [sys.executable, "-m", "asyncrlhf", "train", f"run_dir={self.run_dir}", *words]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(
+            command, cwd=folder, env=environment, text=True, start_new_session=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def until(self, step: int) -> psutil.Process:
+        """Wait for a step; returns the run's own process."""
+        wait_for(lambda: self.steps() >= step, f"step {step}", lambda: self.process.poll() is None)
+        # The others are what those below left.
+        return min(psutil.Process(self.process.pid).children(), key=lambda child: child.create_time())
+
+    def steps(self) -> int:
+        metrics = self.run_dir / "metrics.jsonl"
+        rows = metrics.read_text().splitlines() if metrics.exists() else []
+        return int(json.loads(rows[-1])["step"]) if rows else 0
+
+    def end(self) -> tuple[int, list[str]]:
+        """The exit code, and the sentences."""
+        _, said = self.process.communicate(timeout=SECONDS)
+        return self.process.returncode, [line for line in said.splitlines() if line.startswith("asyncrlhf: ")]
+
+    @property
+    def reason(self) -> str:
+        return str(json.loads((self.run_dir / "summary.json").read_text())["exit_reason"])
+
+
+def wait_for(there: Callable[[], bool], what: str, alive: Callable[[], bool] = lambda: True) -> None:
+    limit = time.monotonic() + SECONDS
+    while not there():
+        assert time.monotonic() < limit and alive(), f"there was no {what}"
+        time.sleep(0.02)
+
+
+@contextmanager
+def started(folder: Path, *words: str):  # type: ignore[no-untyped-def]
+    command = Command(folder, *words)
+    try:
+        yield command
+    finally:
+        if command.process.poll() is None:
+            os.killpg(command.process.pid, signal.SIGKILL)
+            command.process.wait(SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("number", "word"), [(signal.SIGSEGV, "crashed (SIGSEGV)"), (signal.SIGKILL, "was killed (SIGKILL)")]
+)
+def test_a_process_that_dies_is_spoken_for(number: signal.Signals, word: str, tmp_path: Path) -> None:
+    with started(tmp_path, *LOCAL, "steps=100000") as command:
+        os.kill(command.until(12).pid, number)
+        code, said = command.end()
+        assert code == 128 + number and len(said) == 1, said
+        assert (
+            said[0].startswith(f"asyncrlhf: the run's process {word}.") and "checkpoint.resume=auto goes on" in said[0]
+        )
+        assert command.reason == f"failed: the run's process {word}."
+        assert not (command.run_dir / "status.json").exists() and verify(command.run_dir) == []
+
+
+def test_what_the_process_left_is_ended_even_what_left_its_session(tmp_path: Path) -> None:
+    """A process of a session of its own, whose parent is gone."""
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    with started(tmp_path, *LOCAL, "steps=100000", "algorithm.loss.target=leaves:loss") as command:
+        own = command.until(1)
+        wait_for((tmp_path / "left").exists, "process that was left")
+        left = int((tmp_path / "left").read_text())
+        assert lives(left)
+        own.kill()
+        _, said = command.end()
+        assert "which were ended" in said[0]
+        wait_for(lambda: not lives(left), "end of the process that was left")
+
+
+LEAVES = """
+import subprocess, sys
+from pathlib import Path
+
+CHILD = "import os, time; open('left.new', 'w').write(str(os.getpid())); os.rename('left.new', 'left'); time.sleep(600)"
+ABOVE = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {CHILD!r}], start_new_session=True)"
+
+def loss(tokens):
+    if not Path("left").exists():
+        subprocess.run([sys.executable, "-c", ABOVE])
+    return -tokens.advantages * tokens.policy_logprobs
+"""
+
+
+def test_a_run_goes_on_by_itself(tmp_path: Path) -> None:
+    with started(tmp_path, *LOCAL, "steps=40", "restarts=1") as command:
+        for step in (8, 20, 30):  # a budget of one that each attempt's steps refill
+            os.kill(command.until(step).pid, signal.SIGKILL)
+            wait_for(lambda: not (command.run_dir / "status.json").exists(), "sentence of the parent")
+        code, said = command.end()
+        assert code == 0 and command.reason == "done", said
+        assert sum("the next attempt begins in 1 s" in sentence for sentence in said) == 3
+        assert command.steps() == 40
+        assert verify(command.run_dir) == []
+
+
+def test_attempts_without_a_step_end(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text(FAILS)
+    with started(tmp_path, *LOCAL, "steps=40", "restarts=9", "algorithm.loss.target=fails:loss") as command:
+        code, said = command.end()
+        assert code == 1 and said[-1] == "asyncrlhf: no further attempt, since 2 attempts made no step.", said
+        assert len(json.loads((command.run_dir / "attempts.json").read_text())) == 2
+
+
+FAILS = """
+def loss(tokens):
+    if len(tokens.rewards) > 2:  # no trial before the run
+        raise RuntimeError("never")
+    return -tokens.advantages * tokens.policy_logprobs
+"""
+
+
+@pytest.mark.parametrize("way", ["parent", "group", "own"])
+def test_one_signal_ends_in_order_whoever_gets_it(way: str, tmp_path: Path) -> None:
+    """A scheduler signals the whole group: the run must not take what the parent passes on for a second signal."""
+    with started(tmp_path, *LOCAL, "steps=100000", "restarts=3") as command:
+        own = command.until(6)
+        pid = command.process.pid
+        {"parent": lambda: os.kill(pid, signal.SIGTERM), "group": lambda: os.killpg(pid, signal.SIGTERM),
+         "own": lambda: os.kill(own.pid, signal.SIGTERM)}[way]()  # fmt: skip
+        code, said = command.end()
+        assert code == 130 and command.reason == "interrupted", said
+        newest = max(int(path.name.rpartition("-")[2]) for path in command.run_dir.glob("checkpoints/step-*"))
+        assert newest == command.steps(), "the run ended in order, with a checkpoint"
+
+
+def test_two_signals_end_at_once(tmp_path: Path) -> None:
+    with started(tmp_path, *LOCAL, "steps=100000") as command:
+        command.until(6)
+        for _ in range(2):
+            command.process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)  # two signals at once are one to the kernel
+        assert command.end()[0] == 130
+
+
+@pytest.mark.parametrize("lost", ["raylet", pytest.param("gcs_server", marks=pytest.mark.more)])
+def test_without_rays_processes_a_run_ends_in_seconds(lost: str, tmp_path: Path) -> None:
+    with started(tmp_path, *FAKE, *QUIET, "steps=100000", "checkpoint.every=5") as command:
+        own = command.until(8)
+        below = own.children(recursive=True)
+        next(process for process in below if process.name() == lost).kill()
+        began = time.monotonic()
+        code, said = command.end()
+        assert code == 1 and len(said) == 1 and f"Ray lost its {NAMES[lost]} ({lost})" in said[0], said
+        assert time.monotonic() - began < 30
+        wait_for(lambda: not any(lives(process.pid) for process in below), "end of Ray's processes")
+
+
+NAMES = {"raylet": "node process", "gcs_server": "control store"}
