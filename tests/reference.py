@@ -336,6 +336,11 @@ def k3(policy: Array, ref: Array) -> Array:
     return np.exp(ref - policy) - 1 - (ref - policy)
 
 
+def forward_kl_tokens(policy: Batch, ref: Batch, mu: Batch, cap: float) -> Batch:
+    """min(ref / mu, cap) (log ref - log policy): KL(ref || policy) a token on samples of mu (GKD, 2306.13649)."""
+    return [np.minimum(np.exp(r - m), cap) * (r - p) for p, r, m in zip(policy, ref, mu, strict=True)]
+
+
 def value_tokens(values: Batch, old: Batch, returns: Batch, clip: float) -> Batch:
     return [
         0.5 * np.maximum((v - r) ** 2, (np.clip(v, o - clip, o + clip) - r) ** 2)

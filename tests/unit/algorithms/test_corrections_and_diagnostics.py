@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from asyncrlhf.algorithms import diagnostics
 from asyncrlhf.algorithms.aggregate import normaliser_count
-from asyncrlhf.algorithms.kl import kl_estimate, kl_sequence_rewards, kl_token_rewards
+from asyncrlhf.algorithms.kl import kl_estimate, kl_loss, kl_sequence_rewards, kl_token_rewards
 from asyncrlhf.algorithms.losses import value_loss
 from asyncrlhf.algorithms.masked import masked_mean
 from asyncrlhf.algorithms.statistics import BIN, EffectiveSize, Largest, Mean, Percentile, Spread, Statistic, together
@@ -102,6 +102,28 @@ def test_kl_estimates_and_penalties(estimator: str) -> None:
     assert_close(penalised, batch.rewards - 0.3 * totals)
     tokens = kl_token_rewards(torch.ones(len(mask)).double(), policy, ref, mask, beta=0.3).numpy()
     assert_close(tokens[batch.mask], 1 - 0.3 * np.concatenate(expected))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(seed=SEEDS)
+def test_distillations_loss_is_that_of_the_paper(seed: int) -> None:
+    """Value and gradient, with weights on both sides of the cap."""
+    batch = ragged_batch(seed, spread=1.0)
+    mask, ids = batch.tensors()
+    ref, mu = batch.split(batch.ref), batch.split(batch.mu)
+
+    def paper(theta: reference.Batch) -> float:
+        return reference.token_mean(reference.forward_kl_tokens(theta, ref, mu, 1.5))
+
+    theta = torch.from_numpy(batch.theta.copy()).requires_grad_()
+    loss = kl_loss(
+        theta, torch.from_numpy(batch.ref), torch.from_numpy(batch.mu), mask, ids,
+        estimator="forward", normaliser=normaliser_count("token", mask, ids), ratio_bound=1.5,
+    )  # fmt: skip
+    assert_close(float(loss.detach()), paper(batch.split(batch.theta)))
+    found = gradient(loss, theta)
+    assert_same_gradient(found[batch.mask], reference.numeric_gradient(paper, batch.split(batch.theta)), 1e-6)
+    assert not found[~batch.mask].any()
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)

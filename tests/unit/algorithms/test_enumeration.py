@@ -187,6 +187,14 @@ def test_importance_weighted_kl_is_exact(estimator: str, decoupled: bool, sample
     assert_same(found, true_kl_gradient(reverse=True))
 
 
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("sampler", [PI, MU])
+def test_the_forward_kl_is_exact(decoupled: bool, sampler: TwoTokenPolicy) -> None:
+    found = expected_kl_gradient("forward", sampler, weighted=True, decoupled=decoupled)
+    assert_same(found, true_kl_gradient(reverse=False))
+    assert error(found, true_kl_gradient(reverse=True)) > 0.05
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_unweighted_kl_is_wrong_off_policy(estimator: str) -> None:
     assert error(expected_kl_gradient(estimator, MU, weighted=False), true_kl_gradient(reverse=True)) > 0.05
