@@ -114,6 +114,7 @@ class _Watched:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._child:
                     self._read()
+                    os.close(self._reading)
                     return ended[1]
             self._read()
             self._look()

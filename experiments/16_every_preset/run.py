@@ -14,13 +14,14 @@ import asyncrlhf
 from asyncrlhf.records.write.recorder import read_metrics
 
 HERE = Path(__file__).parent
-PRESETS = sorted(path.stem for path in (HERE.parents[1] / "conf" / "algorithm").glob("*.yaml"))
+# All but the one that learns from a teacher and not from rewards.
+PRESETS = sorted(
+    path.stem for path in (HERE.parents[1] / "conf" / "algorithm").glob("*.yaml") if path.stem != "distill"
+)
 SETTINGS = [
     "runtime=local", "async=fixed_lag", "async.lag=1", "logging=quiet", "logging.rollouts=false",
     "weights.audit_every=0", "task.heldout_size=256", "checkpoint.every=0",
 ]  # fmt: skip
-# A teacher is another model than the student: the packaged one, of which the student lacks the last layer.
-MORE = {"distill": ["reference.path=tiny", "model.model_init_kwargs={num_hidden_layers: 3}"]}
 FIELDS = ("preset", "seed", "first_reward", "last_reward", "rise_in_standard_errors", "heldout_before", "heldout_after",
           "staleness_max", "ess_fraction")  # fmt: skip
 
@@ -50,7 +51,7 @@ def train(preset: str, seed: int, steps: int, runs: Path) -> dict[str, object]:
     folder = runs / f"{preset}-{seed}"
     if not (folder / "summary.json").exists():
         command = [sys.executable, "-m", asyncrlhf.__name__, "train", f"algorithm={preset}", f"seed={seed}"]
-        command += [f"steps={steps}", f"run_dir={folder}", *SETTINGS, *MORE.get(preset, [])]
+        command += [f"steps={steps}", f"run_dir={folder}", *SETTINGS]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")

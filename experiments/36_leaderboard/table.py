@@ -1,6 +1,6 @@
 """Ranks the methods of the leaderboard from its CSV files, and writes what docs/choosing.md and the README say of it.
 
-    python -m experiments.36_leaderboard.table          # ranking.csv, figure.png, the sweep, the part of docs/choosing.md
+    python -m experiments.36_leaderboard.table          # ranking.csv, figure.png, the sweep, docs/choosing.md
 
 Every comparison is between runs of one seed. Errors are standard errors over seeds.
 """
@@ -158,8 +158,8 @@ def sweep(study: Study) -> str:
     rates, lags = study.rates(), ",".join(map(str, study.values))
     lines = [
         "# @package _global_",
-        "# Every preset with a ratio at exact lags, each at its own learning rate (experiments/36_leaderboard, which made",
-        "# this file and runs the same some three times as fast, without a process for each run):",
+        "# Presets with a ratio at exact lags, each at its own learning rate. experiments/36_leaderboard made this",
+        "# file, and runs the same faster, without a process for each run:",
         "# asyncrlhf sweep experiment=leaderboard",
         "defaults:",
         "  - staleness_quick",
