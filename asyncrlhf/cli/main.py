@@ -101,7 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None and arguments[0] in BELOW:
         from asyncrlhf.cli.parent import above
 
-        return above(lambda further: _run(_with(arguments, further)))
+        one_run = arguments[0] == "train" and not {"-m", "--multirun"} & set(arguments)
+        return above(lambda further: _run(_with(arguments, further)), goes_on=one_run)
     return _run(arguments)
 
 

@@ -32,9 +32,9 @@ GRACE_SECONDS = 5.0  # in which a child that lost one may end by itself
 NEEDED = {"gcs_server": "its control store (gcs_server)", "raylet": "its node process (raylet)"}
 
 
-def above(command: Callable[[Sequence[str]], int]) -> int:
+def above(command: Callable[[Sequence[str]], int], goes_on: bool) -> int:
     """Call ``command`` in a child and return its exit code; in the child, what it returned. ``command`` takes further
-    overrides, with which it goes on where an attempt before ended.
+    overrides, with which it goes on where an attempt before ended, if it can (``goes_on``).
 
     The caller is a process of one thread. Where a process cannot be forked, ``command`` is called in this one.
     """
@@ -54,7 +54,7 @@ def above(command: Callable[[Sequence[str]], int]) -> int:
         status = watched.wait({*heeded, signal.SIGCHLD}, heeded)
         told = watched.told
         code = int(told["ended"]) if "ended" in told else _speak_for(status, watched, _memory_kills() > kills)
-        if not told.get("restarts") or code in (0, 2, 130) or "run_dir" not in told:
+        if not (goes_on and told.get("restarts")) or code in (0, 2, 130) or "run_dir" not in told:
             return code
         now = _steps(Path(told["run_dir"]))
         spent, idle = (1, 0) if now > steps else (spent + 1, idle + 1)

@@ -200,7 +200,10 @@ def service_notes(config: RunConfig) -> list[str]:
     that cannot be a teacher of the policy."""
     name, notes = config.algorithm.name, []
     if config.reference.path:
-        notes += check_teacher(config.model, config.reference_model)
+        length = context_length(config.model)
+        if not config.episode.used:
+            length = min(length, config.task.max_prompt_length + config.generator.max_completion_length)
+        notes += check_teacher(config.model, config.reference_model, length)
     check(
         config.algorithm.advantage != "none" or config.reference.path or config.algorithm.kl_target == "mu",
         f"algorithm={name} with advantage=none learns from a teacher alone, and has none; allowed: reference.path, or "

@@ -8,7 +8,8 @@ import torch
 import transformers
 
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.models.checkpoint_folder import load_shape, load_tokenizer, resolve
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.models.checkpoint_folder import context_length, load_shape, load_tokenizer, resolve
 from asyncrlhf.models.pretrained import check_causal, load_model
 from asyncrlhf.models.vocabulary import end_tokens, limit_to, sampled_vocabulary
 from asyncrlhf.models.weight_files import check_weights
@@ -24,10 +25,17 @@ def load_reference(
     return model
 
 
-def check_teacher(policy: ModelConfig, teacher: ModelConfig) -> list[str]:
-    """Raise ConfigError unless ``teacher`` is a causal language model for which every id that ``policy`` samples is the
-    same token; reads no weights. Returns sentences for the user."""
+def check_teacher(policy: ModelConfig, teacher: ModelConfig, longest: int) -> list[str]:
+    """Raise ConfigError unless ``teacher`` is a causal language model for texts of ``longest`` tokens for which every
+    id that ``policy`` samples is the same token; reads no weights. Returns sentences for the user."""
     setting = f"reference.path={teacher.path}"
+    try:
+        return _check(policy, teacher, longest, setting)
+    except ConfigError as error:  # the functions that load a checkpoint know of one setting
+        raise ConfigError(str(error).replace(f"model.path={teacher.path}", setting, 1)) from error
+
+
+def _check(policy: ModelConfig, teacher: ModelConfig, longest: int, setting: str) -> list[str]:
     check_causal(teacher, "reference.path")
     check_weights(resolve(teacher.path), "reference.path")
     own, other = load_tokenizer(policy), load_tokenizer(teacher)
@@ -36,6 +44,13 @@ def check_teacher(policy: ModelConfig, teacher: ModelConfig) -> list[str]:
         rows >= count,
         f"{setting} has an embedding of {rows} rows, and model.path={policy.path} samples {count} ids; allowed: a "
         "teacher with the policy's tokens.",
+    )
+    context = context_length(teacher)
+    check(
+        context >= longest,
+        f"{setting} has a context of {context} tokens, and a prompt with its answer may have {longest}; "
+        "allowed: a teacher with a longer context, or smaller task.max_prompt_length and "
+        "generator.max_completion_length.",
     )
     mine, theirs = _tokens(own), _tokens(other)
     unlike = next((place for place in sorted(mine) if place < count and mine[place] != theirs.get(place)), -1)
