@@ -51,14 +51,16 @@ def seen(number: int) -> None:
 
 
 def _passed_on(number: int, frame: FrameType | None) -> None:
-    """Whoever signals a whole group of processes (a terminal, ``timeout``, a cluster's scheduler) signals both this one
-    and the one above it, which passes it on: it counts once."""
+    """A signal to a whole group of processes (from ``timeout``, or a cluster's scheduler) reaches both this one and the
+    one above it, which passes it on: it counts once."""
     own = next(plain for plain, passed_on in PASSED_ON.items() if passed_on == number)
     if time.monotonic() - _seen.get(own, -SAME) < SAME:
         return
     handler = signal.getsignal(own)
     if callable(handler):
-        handler(own, frame)
-        _seen.pop(own, None)  # it was not this process's own
+        try:
+            handler(own, frame)
+        finally:
+            _seen.pop(own, None)  # it was not this process's own
     elif handler == signal.SIG_DFL:
         os.kill(os.getpid(), own)

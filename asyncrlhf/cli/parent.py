@@ -209,7 +209,7 @@ def _children() -> list[int]:
 
 
 def _close(told: dict[str, Any], cause: str) -> str:
-    """Close ``status.json``, the journal and the summary, which the run's process could not; returns a sentence."""
+    """Remove ``status.json`` and write the summary, which the run's process could not; returns a sentence."""
     from asyncrlhf.records.write.whole_files import write_atomically
 
     folder = Path(told["run_dir"])
