@@ -104,8 +104,9 @@ class LearnerWorker:
         self._sleep = RankSleep(self.backend)
         self._sharded: ShardSnapshot | None = None  # how weights are published that no rank holds whole
         if (shards := self.backend.shards) is not None:
-            manifest, seconds = lay_out(spec.weights, shards.layout()), spec.weights.timeout_seconds
-            self._sharded = ShardSnapshot(shards, manifest, device, rank=rank, ranks=ranks, seconds=seconds)
+            manifest, weights = lay_out(spec.weights, shards.layout()), spec.weights
+            options: dict[str, Any] = {"seconds": weights.timeout_seconds, "keeps": weights.sparse}
+            self._sharded = ShardSnapshot(shards, manifest, device, rank=rank, ranks=ranks, **options)
         self.sender: WeightSender | None = None
         self._critic_sender: WeightSender | None = None
         if rank == 0:

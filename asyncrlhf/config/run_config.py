@@ -464,9 +464,9 @@ def _check_ipc(config: RunConfig) -> None:
         "together.",
     )
     check(
-        not (config.model.lora.r or config.weights.delta or config.learner.sharded),
-        "weights.transport=cuda_ipc hands over whole weights, where model.lora.r, weights.delta and sharded learners "
-        "send parts of them; allowed: weights.transport=collective.",
+        not (config.model.lora.r or config.learner.sharded),
+        "weights.transport=cuda_ipc hands over whole weights, where model.lora.r and sharded learners send parts of "
+        "them; allowed: weights.transport=collective.",
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from asyncrlhf.report.load import SAMPLES, TOKENS, TRAIN, Group, Run
 from asyncrlhf.report.panels import BY_LAG, Panel, shown_panels, staleness_bound, step_name
 
 Trace = dict[str, Any]
+CHANGED = "weights_changed/"  # how the metrics of layers begin
 
 
 class Arrays:
@@ -109,6 +110,8 @@ def curve_sections(groups: Sequence[Group], numbers: Sequence[int], canvas: Canv
         note = "Each token counts under the versions between its birth and its use; means over the run, by tokens."
         place = next((n for n, s in enumerate(made) if s.heading == "Staleness"), len(made) - 1) + 1
         made.insert(place, Section("By lag", lags, note=note))
+    if layers := _by_layer(groups, numbers, canvas.arrays):
+        made.append(Section("Weights", layers))
     return made
 
 
@@ -146,25 +149,43 @@ def band(
 
 def _by_lag(groups: Sequence[Group], numbers: Sequence[int], arrays: Arrays) -> list[Chart]:
     """One chart per diagnostic: its mean in each bucket of version lags, with one standard deviation over the seeds."""
-    charts = []
+    charts: list[Chart] = []
     buckets = lag_buckets([run for group in groups for run in group.runs])
     for name, (title, unit) in BY_LAG.items():
-        found = {(n, b): lag_values(group.runs, name, b) for n, group in enumerate(groups) for b in buckets}
-        used = [bucket for bucket in buckets if any(found[n, bucket] for n in range(len(groups)))]
-        if not used:
-            continue
-        traces: list[Trace] = []
-        for number in range(len(groups)):
-            cells = [found[number, bucket] for bucket in used]
-            if not any(cells):
-                continue
-            x = np.arange(len(used), dtype=float)
-            y = np.array([np.mean(cell) if cell else np.nan for cell in cells])
-            spread = np.array([np.std(cell, ddof=1) if len(cell) > 1 else np.nan for cell in cells])
-            bars = {"error": arrays.add(spread)} if np.isfinite(spread).any() else {}
-            traces.append({"kind": "points", "s": numbers[number], "x": arrays.add(x), "y": arrays.add(y), **bars})
-        charts.append(Chart(title, unit, {"": traces}, x="lag, policy versions", categories=used))
+        found = [{b: lag_values(group.runs, name, b) for b in buckets} for group in groups]
+        charts += _by_category(Chart(title, unit, {}, x="lag, policy versions"), found, numbers, arrays)
     return charts
+
+
+def _by_category(
+    chart: Chart, found: Sequence[Mapping[str, Sequence[float]]], numbers: Sequence[int], arrays: Arrays
+) -> list[Chart]:
+    """``chart`` with a point for each group and category, the mean of the runs' values, with one standard deviation; no
+    chart without values. ``found``: of each group the values by category."""
+    used = [category for category in (found[0] if found else ()) if any(values[category] for values in found)]
+    traces: list[Trace] = []
+    for number, values in zip(numbers, found, strict=True):
+        cells = [values[category] for category in used]
+        if not any(cells):
+            continue
+        x = np.arange(len(used), dtype=float)
+        y = np.array([np.mean(cell) if cell else np.nan for cell in cells])
+        spread = np.array([np.std(cell, ddof=1) if len(cell) > 1 else np.nan for cell in cells])
+        bars = {"error": arrays.add(spread)} if np.isfinite(spread).any() else {}
+        traces.append({"kind": "points", "s": number, "x": arrays.add(x), "y": arrays.add(y), **bars})
+    return [replace(chart, traces={"": traces}, categories=used)] if used else []
+
+
+def _by_layer(groups: Sequence[Group], numbers: Sequence[int], arrays: Arrays) -> list[Chart]:
+    """The mean share of each layer's numbers that a publish changed."""
+    keys = dict.fromkeys(k for group in groups for run in group.runs for k in run.columns if k.startswith(CHANGED))
+    found = []
+    for group in groups:
+        columns = {key: [c for run in group.runs if (c := run.column(key)) is not None] for key in keys}
+        names = {key: key.removeprefix(CHANGED).removeprefix("model.") for key in keys}
+        found.append({names[key]: [float(np.nanmean(c)) for c in some] for key, some in columns.items()})
+    chart = Chart("Weights that change, by layer", "fraction of its numbers, mean of all publishes", {}, x="layer")
+    return _by_category(chart, found, numbers, arrays)
 
 
 def lag_buckets(runs: Sequence[Run]) -> list[str]:

@@ -102,6 +102,8 @@ PANELS = (
         note="median of a batch; band: up to the 95th percentile",
     ),
     Panel("Dropped rollouts", "since the beginning", "dropped", _SPEED),
+    Panel("Bytes of a publish", "to each replica", "weights_sent_bytes", _SPEED, quiet=True),
+    Panel("Weights that change", "fraction of the numbers", "weights_changed_fraction", _SPEED),
 )
 
 

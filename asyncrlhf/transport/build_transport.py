@@ -41,7 +41,7 @@ def resolve_transport(config: WeightsConfig, runtime: str) -> str:
 
 def streams(config: WeightsConfig, runtime: str) -> bool:
     """Whether a receiver can load bucket by bucket, without staging memory, which ``weights.delta`` needs."""
-    return resolve_transport(config, runtime) in ("collective", "shared_memory") and not config.delta
+    return resolve_transport(config, runtime) in ("collective", "shared_memory") and not config.sparse
 
 
 def mapped_transport(config: WeightsConfig, *, sharded: bool, adapter: bool, on_cpus: bool, on_card: bool) -> str:
@@ -50,7 +50,7 @@ def mapped_transport(config: WeightsConfig, *, sharded: bool, adapter: bool, on_
 
     ``on_cpus``, ``on_card``: learner and generators are certain to compute on the CPUs of one machine, or on one GPU.
     """
-    if sharded or adapter or config.delta:
+    if sharded or adapter or config.sparse:
         return ""
     if config.transport == "cuda_ipc" or (config.transport == "auto" and on_card):
         return "cuda_ipc"

@@ -3,8 +3,9 @@
 The learner and its replicas need no network but the one for the tickets. When a group forms, every receiver writes an
 answer into the folder, which shows whether all see the same one. A version's folder holds
 ``model-00001-of-0000N.safetensors``, one file per bucket, ``model.safetensors.index.json`` as transformers writes it,
-and ``manifest.json`` with the checksums. It is written under another name and then renamed, so that it appears complete
-or not at all.
+and ``manifest.json`` with the checksums. With ``weights.delta`` a bucket may instead be ``base-00001-...``, as it was
+in an earlier version, with what changed since in ``patch-*.bin``: all of these files are links to those of the version
+before. A folder is written under another name and then renamed, so that it appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 from urllib.parse import quote
@@ -27,10 +29,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport.manifest import FlatBuckets, ShardedParams, copy_tensors, entries_by_bucket
+from asyncrlhf.transport.manifest import FlatBuckets, ShardedParams, as_bytes, copy_tensors, entries_by_bucket
 from asyncrlhf.transport.protocol import LostReceiversError, Ticket
 from asyncrlhf.transport.receiver import WeightReceiver
 from asyncrlhf.transport.sender import WeightSender, Wire
+from asyncrlhf.transport.sparse import Chain, Head, Link, joined, next_parts
 from asyncrlhf.types import TensorEntry, WeightManifest
 
 MANIFEST, INDEX, ANSWERS, LOCK = "manifest.json", "model.safetensors.index.json", "receivers", "in-use.lock"
@@ -47,8 +50,9 @@ def answer_file(root: Path, receiver: str) -> Path:
     return root / ANSWERS / f"{quote(receiver, safe='')}.json"
 
 
-def bucket_file(bucket: int, buckets: int) -> str:
-    return f"model-{bucket + 1:05d}-of-{buckets:05d}.safetensors"
+def bucket_file(bucket: int, buckets: int, patched: bool = False) -> str:
+    """``patched``: the file lacks what later patches changed."""
+    return f"{'base' if patched else 'model'}-{bucket + 1:05d}-of-{buckets:05d}.safetensors"
 
 
 def take_over(root: Path) -> IO[str]:
@@ -109,12 +113,12 @@ def missing_parts(folder: Path, buckets: int) -> str:
     return f"the folder {folder.name} is missing"
 
 
-def read_bucket(folder: Path, bucket: int, entries: Sequence[TensorEntry], buckets: int) -> dict[str, torch.Tensor]:
+def read_bucket(folder: Path, name: str, entries: Sequence[TensorEntry]) -> dict[str, torch.Tensor]:
     """One bucket's tensors by name, mapped from its file rather than copied.
 
     Raises WeightSyncError naming the file when it is missing, damaged, or holds other tensors.
     """
-    path = folder / bucket_file(bucket, buckets)
+    path = folder / name
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             tensors = {entry.name: file.get_tensor(entry.name) for entry in entries}
@@ -125,6 +129,19 @@ def read_bucket(folder: Path, bucket: int, entries: Sequence[TensorEntry], bucke
         if (tuple(found.shape), found.dtype) != (entry.shape, getattr(torch, entry.dtype)):
             raise WeightSyncError(f"{path} holds {entry.name!r} as {found.dtype}{list(found.shape)}.")
     return tensors
+
+
+def read_part(path: Path, start: int, size: int) -> torch.Tensor:
+    """Bytes of a file: uint8 [size]. Raises WeightSyncError naming the file when it is missing or too short."""
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            found = bytearray(file.read(size))
+    except OSError as error:
+        raise WeightSyncError(f"{path} cannot be read: {error}.") from error
+    if len(found) < size:
+        raise WeightSyncError(f"{path} ends before byte {start + size}: it is damaged.")
+    return torch.frombuffer(found, dtype=torch.uint8)
 
 
 POLL_SECONDS = 0.01
@@ -153,7 +170,8 @@ class DiskSender(WeightSender):
         super().__init__(manifest, wire=wire, sharded=sharded)
         self._root = root
         self._timeout_seconds = timeout_seconds
-        self._newest: Path | None = None  # the newest complete version
+        self._newest: Path | None = None  # the newest complete version, and
+        self._chains: list[Chain] = []  # the parts of its buckets, by the names of their files
         self._claim: IO[str] | None = None
         self._receivers: list[str] = []
         self._name = ""  # of the snapshot's folder, once a ticket was made
@@ -179,6 +197,8 @@ class DiskSender(WeightSender):
             raise LostReceiversError(f"The weight group of epoch {epoch} could not form", lost)
         self._receivers = list(receivers)
         super().connect(endpoint, receivers, epoch)
+        with self.lock:
+            self._chains = []  # whole buckets again: a receiver may be gone because a part of a chain is damaged
 
     def _prepare(self) -> None:
         self._name = ""
@@ -187,38 +207,58 @@ class DiskSender(WeightSender):
         self._name = self._name or folder_name(version)
         return (self._name,)
 
-    def _send(self, ticket: Ticket, outgoing: list[int]) -> None:
-        """Unchanged buckets are links to those of the newest version. Raises WeightSyncError when the disk fails."""
+    def _send(self, ticket: Ticket) -> int:
+        """What has not changed is links to files of the newest version. Raises WeightSyncError when the disk fails."""
         if self._newest is not None and self._newest.name == self._name:
-            return
+            return 0
         self._sweep()
         final, draft = self._root / self._name, self._root / f"{WRITING}{self._name}"
         views, count = self.buckets.views(), len(self.manifest.bucket_bytes)
         try:
             draft.mkdir()
+            older = self._chains if self.wire.sparse and self._newest is not None else []
+            parts = next_parts(older, self.checksums, self.patches, self.manifest.bucket_bytes)
+            payloads, starts = joined(parts)
+            added = f"patch-{self._name}.bin"
+            if len(payloads):
+                (draft / added).write_bytes(as_bytes(payloads).data)
+            chains: list[Chain] = []
             for bucket, entries in enumerate(entries_by_bucket(self.manifest)):
-                file = draft / bucket_file(bucket, count)
-                if bucket in outgoing or not self._take_same(file):
-                    save_file({e.name: views[e.name].cpu() for e in entries}, file, metadata={"format": "pt"})
-            files = {e.name: bucket_file(e.bucket, count) for e in self.manifest.tensors}
-            index = {"metadata": {"total_size": self.manifest.total_bytes}, "weight_map": files}
-            (draft / INDEX).write_text(json.dumps(index))
+                patch, end = parts.get(bucket), self.checksums[bucket] if self.checksums else 0
+                kept = older[bucket] if older and (bucket not in parts or patch is not None) else ()
+                if patch is not None:
+                    kept = (*kept, Link(end, added, patch.head, starts[bucket]))
+                own = bucket_file(bucket, count, patched=len(kept) > 1)
+                if not kept or not self._take_same(draft, kept, own):
+                    own, parts[bucket] = bucket_file(bucket, count), None
+                    save_file({e.name: views[e.name].cpu() for e in entries}, draft / own, metadata={"format": "pt"})
+                    kept = (Link(end, own),)
+                chains.append((kept[0]._replace(where=own), *kept[1:]))
+            if all(len(chain) == 1 for chain in chains):
+                files = {e.name: bucket_file(e.bucket, count) for e in self.manifest.tensors}
+                index = {"metadata": {"total_size": self.manifest.total_bytes}, "weight_map": files}
+                (draft / INDEX).write_text(json.dumps(index))
             facts = {"version": ticket.version, "checksums": self.checksums, "tensors": described(self.manifest)}
-            (draft / MANIFEST).write_text(json.dumps(facts | {"buckets": count}))
+            (draft / MANIFEST).write_text(json.dumps(facts | {"buckets": count, "parts": chains}))
             os.rename(draft, final)  # the name by which receivers know that it is complete
         except (OSError, SafetensorError) as error:
             raise WeightSyncError(f"Version {ticket.version} cannot be written to {self._root}: {error}.") from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
-        self._newest = final
+        self._newest, self._chains = final, chains
+        return self.payload(parts)
 
-    def _take_same(self, file: Path) -> bool:
-        """Link the unchanged file of the newest version; returns False without one, or if the file system has no
-        links."""
+    def _take_same(self, draft: Path, chain: Chain, own: str) -> bool:
+        """Link the files of ``chain`` that the newest version has, the first one as ``own``; returns False if the file
+        system has no links."""
+        assert self._newest is not None
         with suppress(OSError):
-            if self._newest is not None:
-                os.link(self._newest / file.name, file)
-                return True
+            os.link(self._newest / chain[0].where, draft / own)
+            for link in chain[1:]:
+                if not (draft / link.where).exists():
+                    os.link(self._newest / link.where, draft / link.where)
+            return True
+        (draft / own).unlink(missing_ok=True)
         return False
 
     def _sweep(self) -> None:
@@ -254,15 +294,23 @@ class DiskReceiver(WeightReceiver):
         return weights
 
     def _fetch(self, ticket: Ticket, staging: FlatBuckets, wanted: list[int]) -> None:
-        folder, entries, views = self._folder(ticket), entries_by_bucket(ticket.manifest), staging.views()
-        for bucket in wanted:
-            tensors = read_bucket(folder, bucket, entries[bucket], len(entries))
+        (folder, chains), entries = self._folder(ticket), entries_by_bucket(ticket.manifest)
+        views = staging.views()
+
+        def whole(bucket: int, link: Link) -> None:
+            tensors = read_bucket(folder, link.where, entries[bucket])
             copy_tensors({name: views[name] for name in tensors}, tensors)
+
+        def payload(link: Link, head: Head) -> torch.Tensor:
+            return read_part(folder / link.where, link.start, head.nbytes)
+
+        for bucket in wanted:
+            self._staged.follow(ticket, bucket, chains[bucket], partial(whole, bucket), payload)
             self._staged.verify(ticket, bucket)
 
-    def _folder(self, ticket: Ticket) -> Path:
-        """The folder of the ticket's version, when complete. Raises WeightSyncError naming what is missing or does not
-        fit."""
+    def _folder(self, ticket: Ticket) -> tuple[Path, list[Chain]]:
+        """The folder of the ticket's version, when complete, and the parts of its buckets. Raises WeightSyncError
+        naming what is missing or does not fit."""
         if self._root is None:
             raise WeightSyncError(f"No group to receive version {ticket.version} from: connect first.")
         if ticket.epoch != self._epoch:
@@ -279,7 +327,10 @@ class DiskReceiver(WeightReceiver):
             )
         if (facts["version"], facts["tensors"]) != (ticket.version, described(ticket.manifest)):
             raise WeightSyncError(f"The manifest of the ticket for version {ticket.version} is not that of {folder}.")
-        return folder
+        return folder, [
+            tuple(Link(end, where, Head(*head) if head else None, start) for end, where, head, start in chain)
+            for chain in facts["parts"]
+        ]
 
     def _answer(self, folder: str | None) -> None:
         assert self._root is not None

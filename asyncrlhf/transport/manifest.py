@@ -42,8 +42,9 @@ class ShardedParams(Mapping[str, torch.Tensor], ABC):
         """Copy the present values; returns when they may change again."""
 
     @abstractmethod
-    def fetch(self, bucket: int, room: torch.Tensor) -> None:
-        """Write a bucket of the values taken last into ``room``, uint8 [bytes] on any device."""
+    def fetch(self, bucket: int, room: torch.Tensor, ago: int = 0) -> None:
+        """Write a bucket of the values taken last into ``room``, uint8 [bytes] on any device; with ``ago`` 1 of those
+        taken before, if it keeps them."""
 
 
 def entries_by_bucket(manifest: WeightManifest) -> list[list[TensorEntry]]:
@@ -126,7 +127,7 @@ class FlatBuckets:
         tensors: list[torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
         """``tensors``: existing memory to use."""
-        self.manifest = manifest
+        self.manifest, self._pinned = manifest, pin_memory
         self.device = torch.device(device)
         # Zeroed, not empty: the pages are touched here, so that the first copy is as quick as the later ones.
         self.tensors: Sequence[torch.Tensor] = tensors or [
@@ -158,6 +159,10 @@ class FlatBuckets:
                 params.fetch(bucket, memory)
         else:
             copy_tensors(self._views, params)
+
+    def another(self) -> FlatBuckets:
+        """Memory of the same kind with other content."""
+        return FlatBuckets(self.manifest, self.device, pin_memory=self._pinned)
 
     def moved(self, device: torch.device) -> FlatBuckets:
         """The same content on another device; on a CPU in page-locked memory."""
@@ -268,8 +273,11 @@ class GatheredBuckets(FlatBuckets):
     """Buckets of sharded weights that are too large for one process: each is fetched when it is read, and exists until
     its reader releases it."""
 
-    def __init__(self, params: ShardedParams, manifest: WeightManifest, device: torch.device | str = "cpu") -> None:
-        self.manifest, self.device, self._params = manifest, torch.device(device), params
+    def __init__(
+        self, params: ShardedParams, manifest: WeightManifest, device: torch.device | str = "cpu", ago: int = 0
+    ) -> None:
+        """``ago``: as of :meth:`ShardedParams.fetch`."""
+        self.manifest, self.device, self._params, self._ago = manifest, torch.device(device), params, ago
         self.tensors = _Fetched(self)
 
     @property
@@ -283,13 +291,17 @@ class GatheredBuckets(FlatBuckets):
     def copy_from(self, params: Mapping[str, torch.Tensor], cast: torch.dtype | None = None) -> None:
         """Does nothing: the values taken last are the content."""
 
+    def another(self) -> GatheredBuckets:
+        """The values taken before."""
+        return GatheredBuckets(self._params, self.manifest, self.device, 1)
+
     def moved(self, device: torch.device) -> GatheredBuckets:
-        return GatheredBuckets(self._params, self.manifest, device)
+        return GatheredBuckets(self._params, self.manifest, device, self._ago)
 
     def fetch(self, bucket: int) -> torch.Tensor:
         """uint8 [bytes]."""
         room = torch.zeros(self.manifest.bucket_bytes[bucket], dtype=torch.uint8, device=self.device)
-        self._params.fetch(bucket, room)
+        self._params.fetch(bucket, room, self._ago)
         return room
 
 

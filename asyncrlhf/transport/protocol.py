@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrlhf.errors import WeightSyncError
@@ -37,7 +37,7 @@ class Ticket:
     """The permission to receive one published version; small and picklable, since messages carry it to the receivers.
 
     ``refs``: where the buckets lie, for transports that do not send them. ``checksums``: one per bucket; empty without
-    ``weights.checksum``. ``delta``: a receiver keeps the buckets whose checksum it already has.
+    ``weights.checksum``. ``sparse``: a receiver keeps the buckets whose checksum it already has, and may get patches.
     """
 
     version: int
@@ -45,14 +45,16 @@ class Ticket:
     manifest: WeightManifest
     refs: tuple[Any, ...] = ()
     checksums: tuple[int, ...] = ()
-    delta: bool = False
+    sparse: bool = False
 
 
 @dataclass(frozen=True)
 class TransferStats:
     """``seconds`` of the transfer, payload ``bytes`` sent to each receiver (with ``weights.delta`` fewer than the
-    model's), ``stall_seconds`` for which the learner was blocked."""
+    model's), ``stall_seconds`` for which the learner was blocked. ``changed``: of each layer how many words differ from
+    the version before, and how many it has; empty where nothing was compared."""
 
     seconds: float
     bytes: int
     stall_seconds: float
+    changed: Mapping[str, tuple[int, int]] = field(default_factory=dict)

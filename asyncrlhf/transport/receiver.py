@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -16,6 +16,7 @@ from asyncrlhf.transport.manifest import (
     manifest_difference,
 )
 from asyncrlhf.transport.protocol import Ticket
+from asyncrlhf.transport.sparse import Chain, Head, Link, apply, needed
 from asyncrlhf.types import TensorEntry
 
 NAMES_SHOWN = 10
@@ -46,6 +47,7 @@ class Staging:
         self._buckets: FlatBuckets | None = None
         self._entries: list[list[TensorEntry]] = []
         self._checksums: tuple[int, ...] = ()  # of the buckets' content; empty: unknown
+        self._held: tuple[int, ...] = ()  # the same when the present ticket came
         self._pending: set[int] = set()  # buckets of the present ticket that were not verified yet
 
     def begin(self, ticket: Ticket, device: torch.device | str = "cpu") -> tuple[FlatBuckets, list[int]]:
@@ -58,10 +60,42 @@ class Staging:
         difference = manifest_difference(self._buckets.manifest, ticket.manifest)
         if difference is not None:
             raise WeightSyncError(f"The ticket's manifest is not the one of this run: {difference}.")
-        wanted = changed_buckets(self._checksums, ticket.checksums) if ticket.delta else range(len(self._entries))
+        self._held = self._checksums if ticket.sparse else ()
+        wanted = changed_buckets(self._held, ticket.checksums)
         # From here on the bytes belong to neither version: an error must not leave their checksums valid.
         self._checksums, self._pending = (), set(range(len(self._entries)))
-        return self._buckets, list(wanted)
+        return self._buckets, wanted if ticket.sparse else list(range(len(self._entries)))
+
+    def content(self, bucket: int) -> int | None:
+        """The checksum of what a bucket held when the present ticket came; None: unknown."""
+        return self._held[bucket] if self._held else None
+
+    def patch(self, ticket: Ticket, bucket: int, head: Head, payload: torch.Tensor, held: int | None) -> None:
+        """Apply a patch to a bucket whose content has the checksum ``held``. Raises WeightSyncError, naming the bucket
+        and the receiver, if the patch belongs to another one, or is damaged so that it fits no bucket."""
+        assert self._buckets is not None, "begin comes first"
+        try:
+            if held != head.base:
+                raise WeightSyncError("A patch belongs to another content than that of its bucket.")
+            apply(head, payload.to(self._buckets.device), self._buckets.tensors[bucket])
+        except WeightSyncError as error:
+            raise WeightSyncError(
+                f"Bucket {bucket} of version {ticket.version} did not arrive at {self.name}: {error}"
+            ) from error
+
+    def follow(
+        self, ticket: Ticket, bucket: int, chain: Chain, whole: Callable[[Link], object],
+        payload: Callable[[Link, Head], torch.Tensor],
+    ) -> None:  # fmt: skip
+        """Bring a bucket to the end of ``chain`` by the parts that it lacks: ``whole`` writes a whole bucket, and
+        ``payload`` gives a patch's."""
+        held = self.content(bucket)
+        for link in needed(chain, held):
+            if link.patch is None:
+                whole(link)
+            else:
+                self.patch(ticket, bucket, link.patch, payload(link, link.patch), held)
+            held = link.end
 
     def verify(self, ticket: Ticket, bucket: int) -> None:
         """Check one complete bucket; raises as :func:`check_bucket`."""

@@ -17,21 +17,27 @@ from asyncrlhf.transport.manifest import (
     FlatBuckets,
     GatheredBuckets,
     ShardedParams,
-    changed_buckets,
+    entries_by_bucket,
     manifest_checksums,
 )
 from asyncrlhf.transport.protocol import Ticket, TransferStats
-from asyncrlhf.types import WeightManifest
+from asyncrlhf.transport.sparse import Faster, Patch, changed_words, changes_by_layer, pack, word_size
+from asyncrlhf.types import TensorEntry, WeightManifest
 
 
 @dataclass(frozen=True)
 class Wire:
     """The form of weights in transfers. ``cast``: the dtype of floating tensors (None: unchanged), with which the
-    manifest was built. ``delta`` needs ``checksum``."""
+    manifest was built. ``delta``: of ``weights.delta``; all but ``none`` need ``checksum``."""
 
     cast: torch.dtype | None = None
     checksum: bool = True
-    delta: bool = False
+    delta: str = "none"
+
+    @property
+    def sparse(self) -> bool:
+        """Whether patches may be sent."""
+        return self.delta != "none"
 
 
 class WeightSender:
@@ -58,7 +64,13 @@ class WeightSender:
         self.stall_seconds = 0.0
         self.version: int | None = None
         self.checksums: tuple[int, ...] = ()
-        self.sent: tuple[int, ...] = ()  # checksums of the version sent last; empty if no receiver holds one
+        # With ``wire.sparse`` there are two sets of buckets, filled in turn: what the newest version is compared with.
+        self._spare: FlatBuckets | None = None
+        self._before: tuple[FlatBuckets, tuple[int, ...]] | None = None  # the version before, and its checksums
+        self.patches: dict[int, Patch] = {}  # by bucket, from the version before to the newest
+        self.changed: dict[str, tuple[int, int]] = {}  # by layer, as in ``TransferStats``
+        self._faster = Faster(("sparse", "whole") if self.wire.delta == "auto" else ("sparse",))
+        self._compare_seconds = 0.0
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="weight-snapshot")
         self._copy: Future[None] | None = None
         self._begun: list[Future[None]] = []
@@ -113,7 +125,7 @@ class WeightSender:
     def ticket(self) -> Ticket:
         """The ticket of the newest version, for every receiver."""
         with self._settled() as version:
-            return Ticket(version, self.epoch, self.manifest, self._refs(version), self.checksums, self.wire.delta)
+            return Ticket(version, self.epoch, self.manifest, self._refs(version), self.checksums, self.wire.sparse)
 
     def transfer(self, ticket: Ticket) -> TransferStats:
         """Send the version; blocks until every receiver of the group has it (``collective``), or until receivers can
@@ -124,11 +136,8 @@ class WeightSender:
         """
         with self.lock:
             self._check_current(ticket)
-            started, outgoing = time.perf_counter(), self.outgoing()
-            self._send(ticket, outgoing)
-            self.sent = ticket.checksums
-            sent_bytes = sum(self.manifest.bucket_bytes[bucket] for bucket in outgoing)
-            return TransferStats(time.perf_counter() - started, sent_bytes, self.stall_seconds)
+            started = time.perf_counter()
+            return self.measured(self._send(ticket), time.perf_counter() - started)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """The tensors of the newest version, for comparison."""
@@ -138,10 +147,28 @@ class WeightSender:
     def close(self) -> None:
         """Close all connections and end a transfer in another thread."""
 
-    def outgoing(self) -> list[int]:
-        """The buckets to send: without ``weights.delta`` all of them."""
-        everything = list(range(len(self.manifest.bucket_bytes)))
-        return changed_buckets(self.sent, self.checksums) if self.wire.delta else everything
+    def measured(self, sent_bytes: int, seconds: float) -> TransferStats:
+        """The facts of a transfer, by which ``weights.delta=auto`` chooses."""
+        if self._before is not None:  # else there was no choice
+            self._faster.tell(seconds + self._compare_seconds)
+        return TransferStats(seconds, sent_bytes, self.stall_seconds, self.changed)
+
+    def outgoing(self, held: Sequence[int]) -> dict[int, Patch | None]:
+        """What brings receivers whose buckets have the checksums ``held``, none if they have no buckets, to the present
+        version: by bucket a patch, or None for the whole bucket. Without ``weights.delta`` all are whole."""
+        if not self.wire.sparse or not held:
+            return dict.fromkeys(range(len(self.manifest.bucket_bytes)))
+        found: dict[int, Patch | None] = {}
+        for bucket, (theirs, ours) in enumerate(zip(held, self.checksums, strict=True)):
+            if theirs != ours:
+                patch = self.patches.get(bucket)
+                found[bucket] = patch if patch is not None and patch.head.base == theirs else None
+        return found
+
+    def payload(self, outgoing: Mapping[int, Patch | None]) -> int:
+        """Bytes of what :meth:`outgoing` gives."""
+        sizes = self.manifest.bucket_bytes
+        return sum(sizes[bucket] if patch is None else patch.head.nbytes for bucket, patch in outgoing.items())
 
     @contextmanager
     def _settled(self) -> Iterator[int]:
@@ -163,15 +190,48 @@ class WeightSender:
 
     def _take(self, version: int, params: Mapping[str, torch.Tensor]) -> None:
         with self.lock:
+            past = self._past() if self.wire.sparse else None
+            self._before = None if past is None or self.version is None else (past, self.checksums)
             # Otherwise the old version would have half of the new weights if a tensor is refused.
-            self.version, self.checksums = None, ()
+            self.version, self.checksums, self.patches, self.changed = None, (), {}, {}
             self.copy_params(params)
             self.version = version
 
     def _complete(self) -> None:
         with self.lock:
-            if self.version is not None and self.wire.checksum:
-                self.checksums = manifest_checksums(self.manifest, self.buckets.views())
+            if self.version is None or not self.wire.checksum:
+                return
+            started = time.perf_counter()
+            self.checksums = manifest_checksums(self.manifest, self.buckets.views())
+            if self._before is not None and self._faster.pick() == "sparse":
+                older, before = self._before
+                for bucket, entries in enumerate(entries_by_bucket(self.manifest)):
+                    differs = before[bucket] != self.checksums[bucket]
+                    pair = (older.tensors[bucket], self.buckets.tensors[bucket]) if differs else None
+                    self._compare(bucket, entries, pair, before[bucket])
+            self._compare_seconds = time.perf_counter() - started
+
+    def _compare(
+        self, bucket: int, entries: Sequence[TensorEntry], pair: tuple[torch.Tensor, torch.Tensor] | None, before: int
+    ) -> None:
+        """``pair``: the bucket before and now; None if it has not changed. ``before``: its checksum."""
+        word, none = word_size(entries), torch.zeros(0, dtype=torch.int64)
+        places = none if pair is None else changed_words(*pair, word)
+        for layer, (changed, words) in changes_by_layer(places, entries, word).items():
+            others = self.changed.get(layer, (0, 0))
+            self.changed[layer] = others[0] + changed, others[1] + words
+        if pair is not None and (patch := pack(places, pair[1], word, before)) is not None:
+            self.patches[bucket] = patch
+
+    def _past(self) -> FlatBuckets:
+        """The present buckets, which the next version will be compared with: it gets others."""
+        present, spare = self.buckets, self._spare
+        if isinstance(present, GatheredBuckets):
+            return present.another()
+        if spare is None or spare.device != present.device:
+            spare = present.another()
+        self.buckets, self._spare = spare, present
+        return present
 
     def copy_params(self, params: Mapping[str, torch.Tensor]) -> None:
         """Copy the parameters; the training thread's fence waits for it."""
@@ -187,5 +247,6 @@ class WeightSender:
         """The places of the buckets, for a ticket."""
         return ()
 
-    def _send(self, ticket: Ticket, outgoing: list[int]) -> None:
-        """Send the buckets ``outgoing`` of the present snapshot."""
+    def _send(self, ticket: Ticket) -> int:
+        """Send the present snapshot; returns the bytes to each receiver."""
+        return sum(self.manifest.bucket_bytes)

@@ -84,9 +84,10 @@ class ShardSnapshot(ShardedParams):
 
     def __init__(
         self, shards: Shards, manifest: WeightManifest, device: torch.device | str = "cpu", *,
-        rank: int = 0, ranks: int = 1, seconds: float,
+        rank: int = 0, ranks: int = 1, seconds: float, keeps: bool = False,
     ) -> None:  # fmt: skip
-        """``device``: that of the parts' copies. ``seconds``: the time in which a rank must answer."""
+        """``device``: that of the parts' copies. ``seconds``: the time in which a rank must answer. ``keeps``: also the
+        values of the take before, for comparison."""
         super().__init__(shards.layout(), device)
         self._rank, self._ranks, self._shards = rank, ranks, shards
         self._seconds = seconds
@@ -100,6 +101,8 @@ class ShardSnapshot(ShardedParams):
         self._own = _Pieces(places[rank], manifest)
         self._of_ranks = [_Pieces(found, manifest) for found in places] if rank == 0 else []
         self.parts = [torch.zeros(size, dtype=torch.uint8, device=self.device) for size in self._own.sizes]
+        # The parts of the take before, if they are kept.
+        self._older = [torch.zeros_like(part) for part in self.parts] if keeps else None
         self._taken = 0
         self._held = threading.Condition()  # of the parts and their number, on rank 0 also of the group
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -112,6 +115,8 @@ class ShardSnapshot(ShardedParams):
         """Copy this rank's present parts; returns when the parameters may change again."""
         with self._held:
             number, self._taken = self._taken + 1, NONE
+            if self._older is not None:
+                self._older, self.parts = self.parts, self._older
             try:
                 self._copy(self._shards.parts())
                 self._taken = number
@@ -123,8 +128,9 @@ class ShardSnapshot(ShardedParams):
             copies = {piece.whole.name: view_of(piece.own, memory) for piece in pieces}
             copy_tensors(copies, {name: parts[name].values.reshape(copy.shape) for name, copy in copies.items()})
 
-    def fetch(self, bucket: int, room: torch.Tensor) -> None:
+    def fetch(self, bucket: int, room: torch.Tensor, ago: int = 0) -> None:
         """On rank 0: write the bucket, as of the newest :meth:`take`, into ``room``, uint8 [bytes] on any device.
+        ``ago`` 1: as of the take before.
 
         Raises LearnerLostError if a rank does not answer in time or holds other parts.
         """
@@ -136,18 +142,23 @@ class ShardSnapshot(ShardedParams):
             whole = room if room.device.type == self.device.type else torch.empty_like(room, device=self.device)
             for rank, pieces in enumerate(self._of_ranks):
                 if pieces.sizes[bucket]:
-                    _place(pieces.buckets[bucket], self._parts_of(rank, bucket, pieces.sizes[bucket]), whole)
+                    _place(pieces.buckets[bucket], self._parts_of(rank, bucket, pieces.sizes[bucket], ago), whole)
             if whole is not room:
                 room.copy_(whole)
             self._settle()
 
-    def _parts_of(self, rank: int, bucket: int, size: int) -> torch.Tensor:
+    def _part(self, bucket: int, ago: int) -> torch.Tensor:
+        """This rank's bytes of a bucket."""
+        assert not ago or self._older is not None, "this snapshot keeps no values of the take before"
+        return self._older[bucket] if ago and self._older is not None else self.parts[bucket]
+
+    def _parts_of(self, rank: int, bucket: int, size: int, ago: int) -> torch.Tensor:
         if rank == 0:
-            return self.parts[bucket]
+            return self._part(bucket, ago)
         held, room = torch.zeros(1, dtype=torch.int64), torch.empty(size, dtype=torch.uint8, device=self.device)
         started = time.monotonic()
         try:
-            self._send(torch.tensor([self._taken, bucket]), rank)
+            self._send(torch.tensor([self._taken, bucket, ago]), rank)
             self._receive(held, rank)
             if int(held) == self._taken:
                 self._receive(room, rank)
@@ -162,11 +173,11 @@ class ShardSnapshot(ShardedParams):
 
     def _answer(self) -> None:
         """Send parts to rank 0 as it requests them, until it ends or dies."""
-        asked = torch.zeros(2, dtype=torch.int64)
+        asked = torch.zeros(3, dtype=torch.int64)
         with contextlib.suppress(RuntimeError), self._own_stream():
             while True:
                 dist.recv(asked, group=self._group, group_src=0)
-                number, bucket = asked.tolist()
+                number, bucket, ago = asked.tolist()
                 if bucket == END:
                     return
                 with self._held:
@@ -174,7 +185,7 @@ class ShardSnapshot(ShardedParams):
                         self._held.wait()
                     self._send(torch.tensor([self._taken]), 0)
                     if self._taken == number:
-                        self._send(self.parts[bucket], 0)
+                        self._send(self._part(bucket, ago), 0)
                         self._settle()
 
     def _send(self, tensor: torch.Tensor, rank: int) -> None:
@@ -206,7 +217,7 @@ class ShardSnapshot(ShardedParams):
             self._taken = NONE
             for rank in range(1, self._ranks):
                 with contextlib.suppress(RuntimeError):  # it died
-                    self._send(torch.tensor([0, END]), rank)
+                    self._send(torch.tensor([0, END, 0]), rank)
 
     def _own_stream(self) -> contextlib.AbstractContextManager[Any]:
         """A stream for NCCL's waits, which would otherwise delay the learner's kernels."""

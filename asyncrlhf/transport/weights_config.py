@@ -10,6 +10,8 @@ from asyncrlhf.validation import MONTH, check, check_path, check_settings, setti
 
 TRANSPORTS = ("auto", "collective", "shared_memory", "cuda_ipc", "object_store", "disk", "local")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DELTAS = ("none", "sparse", "auto")
+MAPPED = ("shared_memory", "cuda_ipc")
 
 
 SLOWEST = 100e6  # bytes/s below which a transfer counts as stuck: a tenth of what slow networks carry
@@ -60,7 +62,12 @@ class WeightsConfig:
     checksum: bool | None = setting(
         None, "A checksum per bucket, verified by every receiver; null: between machines, on a disk, and with delta."
     )
-    delta: bool = setting(False, "Sends only the buckets that changed since the receivers' last version.")
+    delta: str = setting(
+        "none",
+        "What is sent of a version: all (none), the numbers that changed since the one before (sparse), or what took "
+        "less time so far (auto).",
+        choices=DELTAS,
+    )
     disk_path: str = setting("", "transport=disk: the folder; empty is the run directory's folder `weights`.")
     audit_every: int = setting(
         50, "Publishes between two comparisons of engine's and learner's log-probs; 0: at the start only.", low=0
@@ -82,8 +89,14 @@ class WeightsConfig:
         object.__setattr__(self, "disk_path", os.path.expanduser(self.disk_path))
         check_settings("weights", self)
         check(
-            self.checksum is not False or not self.delta,
-            "weights.delta=true finds what changed by the buckets' checksums; it needs weights.checksum=true.",
+            self.checksum is not False or not self.sparse,
+            f"weights.delta={self.delta} knows by the buckets' checksums what a receiver holds; it needs "
+            "weights.checksum=true.",
+        )
+        check(
+            not self.sparse or self.transport not in MAPPED,
+            f"weights.delta={self.delta} has nothing to save with weights.transport={self.transport}, by which "
+            "receivers load from the learner's own memory; allowed: none, or another transport.",
         )
         check(
             self.transport == "disk" or not self.disk_path,
@@ -97,12 +110,17 @@ class WeightsConfig:
     @property
     def verifies(self) -> bool:
         """``checksum``, or its default on one machine."""
-        return self.transport == "disk" or self.delta if self.checksum is None else self.checksum
+        return self.transport == "disk" or self.sparse if self.checksum is None else self.checksum
+
+    @property
+    def sparse(self) -> bool:
+        """Whether less than a whole version may be sent."""
+        return self.delta != "none"
 
     def beside_the_policy(self, runtime: str) -> WeightsConfig:
         """The settings for weights sent to services: unchanged dtype, whole, a transport without receiver groups."""
         kind = "local" if runtime == "local" else "object_store"
-        return replace(self, transport=kind, dtype="auto", delta=False, disk_path="")
+        return replace(self, transport=kind, dtype="auto", delta="none", disk_path="")
 
 
 def resolve_dtype(asked: str, engines: Sequence[str]) -> str:

@@ -48,7 +48,7 @@ class Fetched(ShardedParams):
     def take(self) -> None:
         self._copy.copy_from(model(self.version))
 
-    def fetch(self, bucket: int, room: torch.Tensor) -> None:
+    def fetch(self, bucket: int, room: torch.Tensor, ago: int = 0) -> None:
         room.copy_(self._copy.tensors[bucket])
 
 

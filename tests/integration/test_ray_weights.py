@@ -36,7 +36,7 @@ def assert_whole(done: Finished, steps: int) -> None:
 
 @pytest.mark.usefixtures("ray_local")
 def test_weights_travel_by_disk_while_sequences_go_on(tmp_path: Path) -> None:
-    way = ("weights.transport=disk", "weights.delta=true")
+    way = ("weights.transport=disk", "weights.delta=sparse")
     done = run(tmp_path, *SMALL, *LONG, *way, "steps=4", "generator.replicas=2", "weights.bucket_mb=0.25")
     assert_whole(done, 4)
     assert any(len(set(versions)) > 1 for versions in done.trained.policy_versions)
@@ -86,7 +86,7 @@ def test_a_skipped_tensor_is_named_when_weights_travel_in_half_precision(
     [
         (("weights.staging=stream",), "weights.staging"),
         (("weights=stream",), "weights"),
-        (("weights.delta=true", "weights.checksum=false"), "it needs weights.checksum=true"),
+        (("weights.delta=sparse", "weights.checksum=false"), "it needs weights.checksum=true"),
         (("weights.dtype=half",), "weights.dtype=half is not known"),
         (("weights.disk_path=/tmp/x",), "is used only by weights.transport=disk"),
         (("weights.transport=disk", "runtime=local"), "weights.transport=disk needs runtime=ray"),

@@ -18,6 +18,7 @@ from asyncrlhf.learner.settings.learner_config import StepResult
 from asyncrlhf.orchestrator.replicas.weight_sync import WeightPublisher
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.records.show.summary import REPLICA_PREFIX
+from asyncrlhf.transport.protocol import TransferStats
 from asyncrlhf.types import RolloutGroup
 
 LAG_SECONDS = 0.05  # between two measurements of the event loop's delay
@@ -57,6 +58,17 @@ class LoopLag:
             "shared_cpu_seconds": sum(self._all[core] - every[core] for core in own or range(len(every))),
             "remote_calls": self._calls - calls,
         }
+
+
+def _weights(sent: TransferStats | None) -> dict[str, float]:
+    """Of the newest transfer: its bytes, and the share of the weights that differ from the version before."""
+    if sent is None:
+        return {}
+    shares = {f"weights_changed/{layer}": changed / max(words, 1) for layer, (changed, words) in sent.changed.items()}
+    if shares:
+        changed, words = (sum(column) for column in zip(*sent.changed.values(), strict=True))
+        shares["weights_changed_fraction"] = changed / max(words, 1)
+    return {"weights_sent_bytes": sent.bytes, **shares}
 
 
 def _cpu_of_cores() -> list[float]:
@@ -111,6 +123,7 @@ class Meters:
             "learner_idle_fraction": 1.0 - min(1.0, trained / elapsed),
             "weight_sync_seconds": self._publisher.last_seconds,
             "snapshot_seconds": self._publisher.snapshot_seconds,
+            **_weights(self._publisher.sent),
             "train_seconds": trained,
             "wait_seconds": waited,
             **_latencies(taken),

@@ -16,7 +16,7 @@ from asyncrlhf.errors import LearnerLostError, ReplicaError, WeightSyncError
 from asyncrlhf.orchestrator.replicas.audits import Audits
 from asyncrlhf.orchestrator.replicas.direct_load import DirectLoads
 from asyncrlhf.orchestrator.state import Replica, RunState
-from asyncrlhf.transport.protocol import LostReceiversError, Ticket
+from asyncrlhf.transport.protocol import LostReceiversError, Ticket, TransferStats
 
 GRACE_SECONDS = 1.0  # beyond the transport's own time-out, whose sentence says more
 
@@ -43,6 +43,7 @@ class WeightPublisher:
         self._down = False  # from the learner's death until it has weights again
         self.last_seconds = 0.0
         self.snapshot_seconds = 0.0  # for which the newest snapshot blocked the learner
+        self.sent: TransferStats | None = None  # of the newest transfer to replicas that stage
         self.waiting_for = ""
 
     @property
@@ -185,7 +186,7 @@ class WeightPublisher:
         }
         failures: list[BaseException] = []
         try:
-            await self._runtime.learner.call(LONG_SECONDS, LearnerWorker.transfer, ticket)
+            self.sent = await self._runtime.learner.call(LONG_SECONDS, LearnerWorker.transfer, ticket)
         except WeightSyncError as error:
             if isinstance(error, LostReceiversError):
                 self._bury(members, error)

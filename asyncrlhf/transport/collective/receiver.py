@@ -19,6 +19,7 @@ from asyncrlhf.transport.collective.group import BroadcastGroup, device_identity
 from asyncrlhf.transport.manifest import entries_by_bucket, manifest_digest, view_of
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.transport.receiver import Staging, WeightReceiver, check_bucket
+from asyncrlhf.transport.sparse import Head
 
 POLL_SECONDS = 0.002  # between two looks whether a bucket is complete
 
@@ -89,13 +90,21 @@ class CollectiveReceiver(WeightReceiver):
             line, staged = mine.line, mine.staging
             begin = self._agree(ticket, mine)
             staging, _ = staged.begin(ticket, group.device)
-            coming = list(begin["buckets"])
+            coming = [(bucket, Head(*head) if head else None) for bucket, *head in begin["buckets"]]
+            rooms = [
+                staging.tensors[bucket]
+                if head is None
+                else torch.empty(head.nbytes, dtype=torch.uint8, device=group.device)
+                for bucket, head in coming
+            ]
             line.send({"ready": ticket.version})
             group.after_compute()  # which may still zero the staging memory, or load the version before from it
-            group.broadcast([staging.tensors[bucket] for bucket in coming])
-            for place, bucket in enumerate(coming):
+            group.broadcast(rooms)
+            for place, (bucket, head) in enumerate(coming):
                 self._wait_for(place, ticket, line, group)
                 group.wait_one(place)
+                if head is not None:
+                    staged.patch(ticket, bucket, head, rooms[place], staged.content(bucket))
                 staged.verify(ticket, bucket)
             group.wait()
             weights = staged.finish(ticket)
@@ -104,7 +113,7 @@ class CollectiveReceiver(WeightReceiver):
 
     def stream(self, ticket: Ticket) -> Iterator[Mapping[str, torch.Tensor]]:
         with self._taking_part(ticket) as (mine, group):
-            coming = list(self._agree(ticket, mine)["buckets"])
+            coming = [bucket for bucket, *_ in self._agree(ticket, mine)["buckets"]]  # whole: nothing is kept here
             entries = entries_by_bucket(ticket.manifest)
             mine.line.send({"ready": ticket.version})
             group.broadcast([])

@@ -33,6 +33,7 @@ from asyncrlhf.transport.collective.group import BroadcastGroup, choose_backend,
 from asyncrlhf.transport.manifest import GatheredBuckets, ShardedParams, manifest_digest
 from asyncrlhf.transport.protocol import LostReceiversError, Ticket
 from asyncrlhf.transport.sender import WeightSender, Wire
+from asyncrlhf.transport.sparse import Patch
 from asyncrlhf.types import WeightManifest
 
 
@@ -43,6 +44,7 @@ class Members:
         self.epoch = epoch
         self.lines: dict[str, Line] = {}
         self.group: BroadcastGroup | None = None  # None without receivers
+        self.held: tuple[int, ...] = ()  # checksums of the buckets that all of them hold; empty: none, or unknown
         self._joined: set[str] = set()
         self._seconds = seconds
 
@@ -150,7 +152,7 @@ class CollectiveSender(WeightSender):
 
     def connect(self, endpoint: str, receivers: Sequence[str], epoch: int) -> None:
         with self.lock:
-            self.epoch, self.sent = epoch, ()
+            self.epoch = epoch
             for old in list(self._members.values()):
                 if not receivers or not old.lines or not old.lines.keys().isdisjoint(receivers):
                     self._drop(old)
@@ -178,33 +180,38 @@ class CollectiveSender(WeightSender):
                 f"version {self.version} of epoch {self.epoch}."
             )
 
-    def _send(self, ticket: Ticket, outgoing: list[int]) -> None:
+    def _send(self, ticket: Ticket) -> int:
         members = self._members.get(ticket.epoch)
         if members is None:
             raise WeightSyncError(f"No group to send version {ticket.version} to: connect a new epoch first.")
+        outgoing = self.outgoing(members.held)
         if members.group is None:
-            return
+            return self.payload(outgoing)
         what = f"Version {ticket.version} did not reach every receiver"
-        self.sent = ()
+        members.held = ()
         self._move_buckets(members.group)
         with self._giving_up(members):
-            members.tell({"version": ticket.version, "epoch": ticket.epoch, "buckets": outgoing}, what)
+            # Each bucket's number, and the head of its patch if it does not come whole.
+            buckets = [[bucket, *(() if patch is None else patch.head)] for bucket, patch in outgoing.items()]
+            members.tell({"version": ticket.version, "epoch": ticket.epoch, "buckets": buckets}, what)
             members.hear("ready", what)
             self._broadcast(members, outgoing, what)
             members.hear("done", what, self._transfer_seconds)
             members.group.wait()
+        members.held = ticket.checksums
+        return self.payload(outgoing)
 
-    def _broadcast(self, members: Members, outgoing: list[int], what: str) -> None:
+    def _broadcast(self, members: Members, outgoing: Mapping[int, Patch | None], what: str) -> None:
         """Start all broadcasts. Of buckets that are fetched for them one exists at a time: the next one is fetched when
         the one before has been sent."""
         group = members.group
         assert group is not None
         group.broadcast([])
         deadline = time.monotonic() + self._transfer_seconds
-        for place, bucket in enumerate(outgoing):
+        for place, (bucket, patch) in enumerate(outgoing.items()):
             if place and isinstance(self.buckets, GatheredBuckets):
                 self._end_first(members, what, deadline)
-            group.begin(self.buckets.tensors[bucket])
+            group.begin(self.buckets.tensors[bucket] if patch is None else patch.payload.to(group.device))
 
     def _end_first(self, members: Members, what: str, deadline: float) -> None:
         """Wait for the oldest broadcast and release its bucket. Raises LostReceiversError."""

@@ -81,14 +81,14 @@ TURNS = ("cluster=flatten", "generator.gpus=1", "learner.gpus=1")
         (("generator.gpus=1",), True, "auto"),
         (("learner.ranks=2", "learner.sharding=fsdp2"), True, "auto"),
         (("model.lora.r=4",), True, "auto"),
-        (("weights.delta=true", "weights.checksum=true"), True, "auto"),
+        (("weights.delta=sparse", "weights.checksum=true"), True, "auto"),
         (("weights.transport=collective",), True, "collective"),
         (("weights.transport=shared_memory",), False, "shared_memory"),
         (("cluster=one_gpu",), True, "cuda_ipc"),
         (("cluster=one_gpu",), False, "cuda_ipc"),  # the plan reserves one card for them, wherever it is
         (("cluster=one_gpu", "generator.replicas=2", "generator.gpus=0.2"), True, "cuda_ipc"),
         (("cluster=one_gpu", "model.lora.r=4"), True, "auto"),
-        (("cluster=one_gpu", "weights.delta=true"), True, "auto"),
+        (("cluster=one_gpu", "weights.delta=sparse"), True, "auto"),
         (("cluster=one_gpu", "weights.transport=collective"), True, "collective"),
         (SHARES, True, "auto"),  # of one GPU today, perhaps
         (("learner.gpus=1",), True, "auto"),  # the generator is on the CPU

@@ -46,7 +46,7 @@ def test_bucket_size_is_in_mebibytes() -> None:
     [
         ((), False),
         (("weights.checksum=true",), True),
-        (("weights.delta=true",), True),
+        (("weights.delta=sparse",), True),
         (("weights.transport=disk",), True),
         (("weights.transport=disk", "weights.checksum=false"), False),
         (("ray.address=10.0.0.1:6379",), True),

@@ -116,7 +116,7 @@ def test_shares_of_one_gpu_are_taken_in_every_mode() -> None:
             "memory of one GPU",
         ),
         (("cluster=one_gpu", "model.lora.r=4"), "hands over whole weights"),
-        (("cluster=one_gpu", "weights.delta=true"), "hands over whole weights"),
+        (("cluster=one_gpu", "weights.transport=cuda_ipc", "weights.delta=sparse"), "has nothing to save"),
         (("cluster=one_gpu", "runtime=local"), "needs runtime=ray"),
     ],
 )  # fmt: skip

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def begin_to_write(root: Path, name: str) -> None:
 
 
 class Pair:
-    def __init__(self, root: Path, names: list[str], **wire: bool) -> None:
+    def __init__(self, root: Path, names: list[str], **wire: Any) -> None:
         self.root = root
         self.sender = DiskSender(MANIFEST_OF_MODEL, root, timeout_seconds=5.0, wire=Wire(**wire))
         endpoint = self.sender.listen()
@@ -191,7 +192,7 @@ def test_two_runs_do_not_share_a_folder(pair: Pair) -> None:
 
 
 def test_a_delta_does_not_write_what_is_there(tmp_path: Path) -> None:
-    pair = Pair(tmp_path / "weights", ["g0"], delta=True)
+    pair = Pair(tmp_path / "weights", ["g0"], delta="sparse")
     first = pair.write(1, 5.0)
     changed = model(5.0)
     changed["layer2"] += 1

@@ -49,7 +49,7 @@ class Parts(ShardedParams):
         self._copy.copy_from(self.tensors, self._cast)
         self.taken += 1
 
-    def fetch(self, bucket: int, room: torch.Tensor) -> None:
+    def fetch(self, bucket: int, room: torch.Tensor, ago: int = 0) -> None:
         if self.fails:
             raise LearnerLostError("Learner rank 1 did not send its part of the weights")
         self._live.add(room.untyped_storage())

@@ -108,7 +108,7 @@ def test_staged_streaming_and_late_receivers_broadcast_alike(groups: Groups, cal
 
 
 def test_what_has_not_changed_is_broadcast_to_nobody(calls: Calls) -> None:
-    groups = Groups(wire=Wire(checksum=True, delta=True), make=uneven)
+    groups = Groups(wire=Wire(checksum=True, delta="sparse"), make=uneven)
     groups.connect(1, "a", "b")
     for version in (1, 2):
         send(groups, version, 1)

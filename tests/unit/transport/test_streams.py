@@ -61,7 +61,7 @@ class Groups:
     def ticket(self, version: int, epoch: int) -> Ticket:
         self.sender.snapshot(version, self.make(version))
         ticket = self.sender.ticket()
-        return Ticket(ticket.version, epoch, ticket.manifest, ticket.refs, ticket.checksums, ticket.delta)
+        return Ticket(ticket.version, epoch, ticket.manifest, ticket.refs, ticket.checksums, ticket.sparse)
 
     def close(self) -> None:
         self.sender.close()
