@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -28,8 +29,12 @@ def taken_by_workers(generator: GeneratorConfig, model: ModelConfig, weights: We
 
     A single worker lives in that process: it gets the tensors by reference, and one broadcast serves all replicas.
     """
-    several = generator.engine == "vllm" and generator.vllm.workers > 1
-    return several and model.lora.r == 0 and streams(weights, runtime)
+    return has_workers(generator, model) and streams(weights, runtime)
+
+
+def has_workers(generator: GeneratorConfig, model: ModelConfig) -> bool:
+    """Whether the engine has processes of its own, which can load whole weights by themselves."""
+    return generator.engine == "vllm" and generator.vllm.workers > 1 and model.lora.r == 0
 
 
 def build_worker(spec: GeneratorSpec, clock: Callable[[], float] = time.monotonic) -> GeneratorWorker:
@@ -62,5 +67,9 @@ def build_worker(spec: GeneratorSpec, clock: Callable[[], float] = time.monotoni
     adapted = spec.model.lora.r > 0 and spec.generator.engine != "fake" and not engine.adapts
     merge = AdapterMerge(spec.model.lora, engine.parameters()) if adapted else None
     receiver = build_receiver(spec.weights, spec.runtime, device)
-    direct = spec.weights if taken_by_workers(spec.generator, spec.model, spec.weights, spec.runtime) else None
-    return GeneratorWorker(spec.name, engine, decode, receiver, merge, spec.chunk_tokens, clock, direct)
+    weights, relays, direct = spec.weights, spec.weights.relay, None
+    if taken_by_workers(spec.generator, spec.model, weights, spec.runtime):
+        direct = weights
+    elif relays and has_workers(spec.generator, spec.model):
+        direct = replace(weights, transport="shared_memory", relay=False, delta="none")
+    return GeneratorWorker(spec.name, engine, decode, receiver, merge, spec.chunk_tokens, clock, direct, relays)

@@ -156,7 +156,7 @@ class GeneratorActor(PartActor):
 
     def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         run = super().call
-        if method in self.BESIDE and not (method == "connect" and self._worker.direct):
+        if method in self.BESIDE and not (method == "connect" and self._worker.joins_directly):
             return run(method, *arguments, **keywords)
         if method == "load":
             return self._between_steps(lambda: self._load(*arguments))

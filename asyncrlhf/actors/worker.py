@@ -18,6 +18,7 @@ from asyncrlhf.engines.generator_config import GeneratorConfig
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.readahead.owners import Chunk, ChunkInfo
 from asyncrlhf.transport.audit import differing_tensors, tensor_digests
+from asyncrlhf.transport.memory_file import host_identity
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.transport.receiver import WeightReceiver
 from asyncrlhf.transport.weights_config import WeightsConfig
@@ -33,6 +34,7 @@ from asyncrlhf.types import (
 
 if TYPE_CHECKING:
     from asyncrlhf.engines.vllm.vllm_engine import VllmEngine
+    from asyncrlhf.transport.relay import RelayReceiver
 
 
 @dataclass(frozen=True)
@@ -199,10 +201,12 @@ class GeneratorWorker:
         chunk_tokens: int = 0,
         clock: Callable[[], float] = time.monotonic,
         direct: WeightsConfig | None = None,
+        relays: bool = False,
     ) -> None:
-        """``direct``: if given, the engine's workers receive the weights themselves, with these settings."""
+        """``direct``: if given, the engine's workers receive the weights themselves, with these settings. ``relays``:
+        they, and neighbouring replicas, from what this process or a neighbour's stages."""
         self.name = name
-        self.direct = direct
+        self.direct, self.relays = direct, relays
         self.engine = engine
         self.receiver = receiver
         self.outbox = Outbox()
@@ -215,6 +219,7 @@ class GeneratorWorker:
         self._staged: tuple[int, Any] | None = None
         self._chunk_tokens = chunk_tokens  # 0: nothing is sent before the end
         self._sent: dict[int, int] = {}  # response tokens sent in chunks, of rollouts in flight
+        self._workers_map = False  # whether the engine's workers have receivers that map a neighbour's memory
         self._timed = False  # the engine makes tokens by the clock and not by steps (the fake one)
 
     @property
@@ -278,14 +283,28 @@ class GeneratorWorker:
 
     def connect(self, endpoint: str, rank: int, world_size: int, epoch: int) -> None:
         """Join the weight group of ``epoch``; the workers of a ``direct`` engine join instead, from ``rank`` on."""
-        if self.direct is not None:
+        if self.joins_directly:
             self._vllm.join(self.direct, endpoint, rank, world_size, epoch, self.name)
         else:
             self.receiver.connect(endpoint, rank, world_size, epoch, self.name)
 
+    @property
+    def joins_directly(self) -> bool:
+        """Whether the engine's workers are members of weight groups."""
+        return self.direct is not None and not self.relays
+
     def receive(self, ticket: Ticket) -> None:
         """Receive a version into staging memory; the workers of a ``direct`` engine receive it at the load instead."""
-        self._staged = (ticket.version, ticket if self.direct is not None else self.receiver.receive(ticket))
+        staged = ticket if self.joins_directly else self.receiver.receive(ticket)
+        self._staged = (ticket.version, self.offer() if self.relays and self.direct is not None else staged)
+
+    def offer(self) -> Ticket:
+        """The ticket with which neighbours load the version received last, from this process's memory."""
+        return cast("RelayReceiver", self.receiver).offer()
+
+    def host(self) -> str:
+        """A text that is the same for replicas that can map each other's memory."""
+        return host_identity()
 
     @property
     def _vllm(self) -> VllmEngine:
@@ -294,7 +313,9 @@ class GeneratorWorker:
     def load(self, version: int, cache: CacheMode, ticket: Ticket | None = None) -> None:
         """Load the received version between two tokens; with a ``ticket``, straight from the learner's memory. Raises
         WeightSyncError if that version was not received."""
-        if ticket is not None and self.direct is None:
+        if ticket is not None and self.direct is not None:
+            self._staged = (ticket.version, ticket)
+        elif ticket is not None:
             self._staged = None  # views on the memory of a learner that may have ended
             buckets = self.receiver.stream(ticket)
             self._staged = (ticket.version, {name: tensor for views in buckets for name, tensor in views.items()})
@@ -305,6 +326,9 @@ class GeneratorWorker:
         weights = self._staged[1]
         if self.direct is not None:
             seconds = self.direct.seconds_for(sum(weights.manifest.bucket_bytes))
+            if self.relays and not self._workers_map:  # which needs no group
+                self._vllm.join(self.direct, "", 1, 2, 0, self.name)
+                self._workers_map = True
             return self._vllm.receive_weights(weights, cache, seconds)
         self.engine.load_weights(version, weights if self._merge is None else self._merge(weights), cache)
         self.receiver.loaded()

@@ -16,6 +16,7 @@ from asyncrlhf.transport.local import LocalReceiver, LocalSender
 from asyncrlhf.transport.manifest import ShardedParams, build_manifest
 from asyncrlhf.transport.object_store import ObjectStoreReceiver, ObjectStoreSender
 from asyncrlhf.transport.receiver import WeightReceiver
+from asyncrlhf.transport.relay import RelayReceiver
 from asyncrlhf.transport.sender import WeightSender, Wire
 from asyncrlhf.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from asyncrlhf.transport.weights_config import SLOWEST, WeightsConfig
@@ -41,7 +42,7 @@ def resolve_transport(config: WeightsConfig, runtime: str) -> str:
 
 def streams(config: WeightsConfig, runtime: str) -> bool:
     """Whether a receiver can load bucket by bucket, without staging memory, which ``weights.delta`` needs."""
-    return resolve_transport(config, runtime) in ("collective", "shared_memory") and not config.sparse
+    return resolve_transport(config, runtime) in ("collective", "shared_memory") and not (config.sparse or config.relay)
 
 
 def mapped_transport(config: WeightsConfig, *, sharded: bool, adapter: bool, on_cpus: bool, on_card: bool) -> str:
@@ -50,7 +51,7 @@ def mapped_transport(config: WeightsConfig, *, sharded: bool, adapter: bool, on_
 
     ``on_cpus``, ``on_card``: learner and generators are certain to compute on the CPUs of one machine, or on one GPU.
     """
-    if sharded or adapter or config.sparse:
+    if sharded or adapter or config.sparse or config.relay:
         return ""
     if config.transport == "cuda_ipc" or (config.transport == "auto" and on_card):
         return "cuda_ipc"
@@ -72,7 +73,7 @@ def build_sender(config: WeightsConfig, runtime: str, params: Mapping[str, torch
     here: the caller, which knows the engines, resolves it before."""
     kind = resolve_transport(config, runtime)
     cast = _cast(config)
-    wire = Wire(cast, config.verifies, config.delta)
+    wire = Wire(cast, config.verifies, config.delta, config.relay)
     manifest = lay_out(config, params)
     sharded = params if isinstance(params, ShardedParams) else None
     device = next(iter(params.values())).device if sharded is None else sharded.device
@@ -102,5 +103,6 @@ def build_receiver(config: WeightsConfig, runtime: str, device: torch.device | s
         "object_store": ObjectStoreReceiver,
         "disk": DiskReceiver,
     }
-    receiver = kinds.get(resolve_transport(config, runtime), CollectiveReceiver)
+    whole = RelayReceiver if config.relay else CollectiveReceiver
+    receiver = kinds.get(resolve_transport(config, runtime), whole)
     return receiver(timeout_seconds=config.timeout_seconds, device=device)

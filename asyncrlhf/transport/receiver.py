@@ -15,6 +15,7 @@ from asyncrlhf.transport.manifest import (
     entries_by_bucket,
     manifest_difference,
 )
+from asyncrlhf.transport.memory_file import Place, SharedBuckets
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.transport.sparse import Chain, Head, Link, apply, needed
 from asyncrlhf.types import TensorEntry
@@ -42,8 +43,9 @@ def check_bucket(
 class Staging:
     """Allocated at the first ticket. ``name``: the receiver's, for its errors."""
 
-    def __init__(self, name: str = "a receiver without a name") -> None:
-        self.name = name
+    def __init__(self, name: str = "a receiver without a name", shared: bool = False) -> None:
+        """``shared``: in memory on the host that other processes may map at ``place``."""
+        self.name, self._shared = name, shared
         self._buckets: FlatBuckets | None = None
         self._entries: list[list[TensorEntry]] = []
         self._checksums: tuple[int, ...] = ()  # of the buckets' content; empty: unknown
@@ -56,7 +58,8 @@ class Staging:
         Raises WeightSyncError when the layout has changed: a run publishes one model, so this is a mistake.
         """
         if self._buckets is None:
-            self._buckets, self._entries = FlatBuckets(ticket.manifest, device), entries_by_bucket(ticket.manifest)
+            room = SharedBuckets(ticket.manifest) if self._shared else FlatBuckets(ticket.manifest, device)
+            self._buckets, self._entries = room, entries_by_bucket(ticket.manifest)
         difference = manifest_difference(self._buckets.manifest, ticket.manifest)
         if difference is not None:
             raise WeightSyncError(f"The ticket's manifest is not the one of this run: {difference}.")
@@ -65,6 +68,12 @@ class Staging:
         # From here on the bytes belong to neither version: an error must not leave their checksums valid.
         self._checksums, self._pending = (), set(range(len(self._entries)))
         return self._buckets, wanted if ticket.sparse else list(range(len(self._entries)))
+
+    @property
+    def place(self) -> Place:
+        """Where other processes map the buckets; of ``shared`` ones, once a ticket came."""
+        assert isinstance(self._buckets, SharedBuckets)
+        return self._buckets.place
 
     def content(self, bucket: int) -> int | None:
         """The checksum of what a bucket held when the present ticket came; None: unknown."""
@@ -114,6 +123,8 @@ class Staging:
 
     def drop(self) -> None:
         """Release the memory: a broadcast may still write into it."""
+        if isinstance(self._buckets, SharedBuckets):
+            self._buckets.close()
         self._buckets = None
         self._checksums = ()
 

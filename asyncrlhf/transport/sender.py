@@ -28,11 +28,13 @@ from asyncrlhf.types import TensorEntry, WeightManifest
 @dataclass(frozen=True)
 class Wire:
     """The form of weights in transfers. ``cast``: the dtype of floating tensors (None: unchanged), with which the
-    manifest was built. ``delta``: of ``weights.delta``; all but ``none`` need ``checksum``."""
+    manifest was built. ``delta``: of ``weights.delta``; all but ``none`` need ``checksum``. ``relay``: receivers
+    pass buckets on to each other."""
 
     cast: torch.dtype | None = None
     checksum: bool = True
     delta: str = "none"
+    relay: bool = False
 
     @property
     def sparse(self) -> bool:

@@ -1,34 +1,18 @@
-"""Transport on one machine: the snapshot lies in memory that receivers map and read; no bytes are sent.
-
-The memory has no name in any folder and is freed with the last process that holds it, however that ends.
-"""
+"""Transport on one machine: the snapshot lies in memory that receivers map and read; no bytes are sent."""
 
 from __future__ import annotations
 
-import mmap
-import os
-import secrets
 from collections.abc import Iterator, Mapping
-from itertools import accumulate
 
 import torch
 
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.transport.manifest import FlatBuckets, entries_by_bucket, view_of
+from asyncrlhf.transport.memory_file import Place, SharedBuckets, open_buckets
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.transport.receiver import WeightReceiver, check_bucket
 from asyncrlhf.transport.sender import WeightSender, Wire
 from asyncrlhf.types import WeightManifest
-
-
-def _slices(memory: mmap.mmap, manifest: WeightManifest) -> list[torch.Tensor]:
-    """The buckets, consecutive; uint8 [bytes] each."""
-    sizes = manifest.bucket_bytes
-    starts = accumulate((0, *sizes))
-    return [
-        torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start) if size else torch.empty(0).byte()
-        for start, size in zip(starts, sizes, strict=False)
-    ]
 
 
 class MappedSender(WeightSender):
@@ -76,14 +60,10 @@ class SharedMemorySender(MappedSender):
 
     def __init__(self, manifest: WeightManifest, wire: Wire | None = None) -> None:
         super().__init__(manifest, "meta", wire)
-        self._name = f"asyncrlhf-{secrets.token_hex(8)}"
-        self._file = os.memfd_create(self._name)
-        os.ftruncate(self._file, max(1, sum(manifest.bucket_bytes)))
-        memory = mmap.mmap(self._file, 0)
-        self.buckets = FlatBuckets(manifest, tensors=_slices(memory, manifest))
+        self.buckets = self._shared = SharedBuckets(manifest)
 
-    def _refs(self, version: int) -> tuple[str, int, int]:
-        return self._name, os.getpid(), self._file
+    def _refs(self, version: int) -> Place:
+        return self._shared.place
 
 
 class SharedMemoryReceiver(MappedReceiver):
@@ -94,17 +74,11 @@ class SharedMemoryReceiver(MappedReceiver):
         staging.copy_buckets([buckets[i] for i in wanted], wanted)
 
     def _open(self, ticket: Ticket) -> list[torch.Tensor]:
-        name, process, number = ticket.refs
-        path = f"/proc/{process}/fd/{number}"
         try:
-            if os.readlink(path).removesuffix(" (deleted)") != f"/memfd:{name}":
-                raise FileNotFoundError(f"{path} is another file")
-            with open(path, "rb") as file:
-                # A private mapping: a stray write reaches neither the sender nor the other receivers.
-                memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            return open_buckets(ticket.refs, ticket.manifest)
         except OSError as error:
             raise WeightSyncError(
-                f"{self._staged.name} cannot map the learner's memory ({error}); allowed: weights.transport=collective"
-                ", or all generators on the learner's machine, where they may open its files in /proc."
+                f"{self._staged.name} cannot map the weights in another process ({error}); allowed: "
+                "weights.transport=collective, or all generators on the learner's machine, where they may open its "
+                "files in /proc."
             ) from error
-        return _slices(memory, ticket.manifest)

@@ -68,6 +68,11 @@ class WeightsConfig:
         "less time so far (auto).",
         choices=DELTAS,
     )
+    relay: bool = setting(
+        False,
+        "One replica of each machine gets the weights and passes them on to the next machine; the others, and workers "
+        "of vLLM, load from its memory.",
+    )
     disk_path: str = setting("", "transport=disk: the folder; empty is the run directory's folder `weights`.")
     audit_every: int = setting(
         50, "Publishes between two comparisons of engine's and learner's log-probs; 0: at the start only.", low=0
@@ -99,6 +104,10 @@ class WeightsConfig:
             "receivers load from the learner's own memory; allowed: none, or another transport.",
         )
         check(
+            not self.relay or self.transport in ("auto", "collective"),
+            f"weights.relay=true passes on what weights.transport=collective sends; it cannot with {self.transport}.",
+        )
+        check(
             self.transport == "disk" or not self.disk_path,
             f"weights.disk_path={self.disk_path} is used only by weights.transport=disk, not by {self.transport}.",
         )
@@ -120,7 +129,7 @@ class WeightsConfig:
     def beside_the_policy(self, runtime: str) -> WeightsConfig:
         """The settings for weights sent to services: unchanged dtype, whole, a transport without receiver groups."""
         kind = "local" if runtime == "local" else "object_store"
-        return replace(self, transport=kind, dtype="auto", delta="none", disk_path="")
+        return replace(self, transport=kind, dtype="auto", delta="none", relay=False, disk_path="")
 
 
 def resolve_dtype(asked: str, engines: Sequence[str]) -> str:

@@ -25,6 +25,7 @@ from asyncrlhf.transport.collective.control_line import own_host
 from asyncrlhf.transport.collective.sender import CollectiveSender
 from asyncrlhf.transport.manifest import FlatBuckets, ShardedParams, build_manifest
 from asyncrlhf.transport.protocol import LostReceiversError
+from asyncrlhf.transport.sender import Wire
 from tests.integration.transport_process import serve
 from tests.processes import forked
 
@@ -55,10 +56,10 @@ class Fetched(ShardedParams):
 class Cluster:
     """A sender here and receivers in processes; ``timeout_seconds`` is the transport's. ``fetched``: from shards."""
 
-    def __init__(self, names: list[str], timeout_seconds: float, fetched: bool = False) -> None:
+    def __init__(self, names: list[str], timeout_seconds: float, fetched: bool = False, **wire: Any) -> None:
         self.fetched = Fetched() if fetched else None
         self.sender = CollectiveSender(
-            build_manifest(model(0), 1 << 20), timeout_seconds=timeout_seconds, sharded=self.fetched
+            build_manifest(model(0), 1 << 20), timeout_seconds=timeout_seconds, sharded=self.fetched, wire=Wire(**wire)
         )
         self.endpoint = self.sender.listen()
         context = forked()
@@ -108,8 +109,8 @@ class Cluster:
 def make_cluster() -> Iterator[Any]:
     made: list[Cluster] = []
 
-    def make(names: list[str], timeout_seconds: float = LONG, fetched: bool = False) -> Cluster:
-        made.append(Cluster(names, timeout_seconds, fetched))
+    def make(names: list[str], timeout_seconds: float = LONG, fetched: bool = False, **wire: Any) -> Cluster:
+        made.append(Cluster(names, timeout_seconds, fetched, **wire))
         return made[-1]
 
     yield make
@@ -166,6 +167,75 @@ def test_one_of_eight_dies_in_the_middle_and_the_others_go_on(make_cluster: Any,
         cluster.order(name, "receive", ticket)
     cluster.sender.transfer(ticket)
     assert [cluster.answer(name)[0] for name in names[1:]] == [tensor_digests(model(1))] * 7
+
+
+@pytest.mark.parametrize(("fetched", "delta"), [(False, "none"), (True, "none"), (False, "sparse")])
+def test_a_chain_brings_every_version_to_all(make_cluster: Any, fetched: bool, delta: str) -> None:
+    names = [f"g{i}" for i in range(4)]
+    cluster = make_cluster(names, fetched=fetched, relay=True, delta=delta)
+    for epoch, members in enumerate((names, names[:1], names[1:])):
+        cluster.connect(members, epoch)
+        for version in (3 * epoch, 3 * epoch + 1):
+            check_delivery(cluster, version, members)
+
+
+# The victim's place in the chain, and after how many of eight pieces it dies.
+DEATHS = [(place, pieces) for place in range(5) for pieces in range(10)]
+TRIED = [(0, 0), (2, 5), (4, 7)]
+
+
+@pytest.mark.parametrize(
+    ("place", "pieces"),
+    [pytest.param(*death, marks=[] if death in TRIED else [pytest.mark.more]) for death in DEATHS],
+)
+def test_a_forwarder_that_dies_is_named_alone_and_the_others_get_the_version(
+    make_cluster: Any, place: int, pieces: int
+) -> None:
+    names = [f"g{i}" for i in range(5)]
+    cluster = make_cluster(names, relay=True)
+    cluster.connect(names, 0)
+    cluster.order(names[place], "fail in the chain", (pieces, int(signal.SIGKILL)))
+    cluster.answer(names[place])
+    ticket, living = cluster.start(1, names), [name for name in names if name != names[place]]
+    started = time.monotonic()
+    if pieces < 8:
+        with pytest.raises(LostReceiversError, match=f"{names[place]} died") as caught:
+            cluster.sender.transfer(ticket)
+        assert list(caught.value.receivers) == [names[place]], "others were starved, and are innocent"
+    else:  # it gets all, and dies with the next version
+        cluster.sender.transfer(ticket)
+        assert [cluster.answer(name)[0] for name in names] == [tensor_digests(model(1))] * 5
+        ticket = cluster.start(2, names)
+        with pytest.raises(LostReceiversError) as caught:
+            cluster.sender.transfer(ticket)
+        assert list(caught.value.receivers) == [names[place]]
+    assert time.monotonic() - started < SOON
+    version = ticket.version
+    for name in living:
+        answer, seconds = cluster.answer(name)
+        assert seconds < SOON and (isinstance(answer, str) or answer == tensor_digests(model(version)))
+    cluster.connect(living, 1)
+    ticket = cluster.sender.ticket()
+    for name in living:
+        cluster.order(name, "receive", ticket)
+    cluster.sender.transfer(ticket)
+    assert [cluster.answer(name)[0] for name in living] == [tensor_digests(model(version))] * 4
+
+
+def test_a_forwarder_that_hangs_is_named_after_the_time_out(make_cluster: Any) -> None:
+    names = ["g0", "g1", "g2"]
+    cluster = make_cluster(names, timeout_seconds=4.0, relay=True)
+    cluster.connect(names, 0)
+    cluster.order("g1", "fail in the chain", (4, int(signal.SIGSTOP)))
+    cluster.answer("g1")
+    ticket = cluster.start(1, names)
+    with pytest.raises(LostReceiversError, match="g1 gave no answer within 4 s"):
+        cluster.sender.transfer(ticket)
+    os.kill(cluster.processes["g1"].pid, signal.SIGKILL)
+    for name in ("g0", "g2"):
+        cluster.answer(name)
+    cluster.connect(["g0", "g2"], 1)
+    check_delivery(cluster, 2, ["g0", "g2"])
 
 
 @pytest.mark.parametrize("fetched", [False, True])

@@ -12,6 +12,7 @@ import torch
 
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.transport.audit import tensor_digests
+from asyncrlhf.transport.collective.chain import Chain
 from asyncrlhf.transport.collective.group import BroadcastGroup
 from asyncrlhf.transport.collective.receiver import CollectiveReceiver
 
@@ -31,6 +32,33 @@ def stop_after_first_bucket(self: BroadcastGroup, tensors: list[torch.Tensor]) -
 FAILURES = {"die": die_after_first_bucket, "stop": stop_after_first_bucket}
 
 
+class FailingGroup:
+    """Stands in for the group of a ``Chain``: the process gets a signal when so many pieces have been asked for."""
+
+    def __init__(self, group: Any, pieces: int, number: int) -> None:
+        self._group, self._left, self._number = group, pieces, number
+
+    def recv(self, *arguments: Any) -> Any:
+        if self._left == 0:
+            os.kill(os.getpid(), self._number)
+        self._left -= 1
+        return self._group.recv(*arguments)
+
+    def send(self, *arguments: Any) -> Any:
+        return self._group.send(*arguments)
+
+
+def fail_in_the_chain(pieces: int, number: int) -> None:
+    begin = Chain.begin
+
+    def begin_and_fail(self: Chain, tensor: torch.Tensor) -> Any:
+        if len(tensor) > 1 and not isinstance(self._group, FailingGroup):  # not the byte with which a group forms
+            self._group = FailingGroup(self._group, pieces, number)
+        return begin(self, tensor)
+
+    Chain.begin = begin_and_fail  # type: ignore[method-assign]
+
+
 def serve(pipe: Connection, timeout_seconds: float) -> None:
     """Answer each order with ``(result, seconds)``, the result an error's sentence where one was raised."""
     torch.set_num_threads(1)
@@ -46,6 +74,8 @@ def serve(pipe: Connection, timeout_seconds: float) -> None:
         try:
             if order == "connect":
                 receiver.connect(*arguments)
+            elif order == "fail in the chain":
+                fail_in_the_chain(*arguments)
             elif order == "fail":
                 BroadcastGroup.broadcast = FAILURES[arguments]  # type: ignore[method-assign]
             else:

@@ -15,6 +15,7 @@ from asyncrlhf.engines.engine import CacheMode
 from asyncrlhf.errors import LearnerLostError, ReplicaError, WeightSyncError
 from asyncrlhf.orchestrator.replicas.audits import Audits
 from asyncrlhf.orchestrator.replicas.direct_load import DirectLoads
+from asyncrlhf.orchestrator.replicas.relays import Relays
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.transport.protocol import LostReceiversError, Ticket, TransferStats
 
@@ -36,6 +37,7 @@ class WeightPublisher:
         self._audits = Audits(state, runtime, vocab_size)
         self._lock = asyncio.Lock()
         self._direct = DirectLoads(state, runtime)
+        self._relays = Relays(state) if state.config.weights.relay else None
         self._seconds = state.config.weights.timeout_seconds
         self._mapped: tuple[Ticket, ...] = ()  # where replicas map the learner's memory: of the newest snapshot
         self._rejoining = 0
@@ -138,7 +140,8 @@ class WeightPublisher:
 
     async def _send_staged(self, members: list[Replica]) -> list[Replica]:
         """Transfer the newest snapshot to the members that stage it; returns all members that are alive afterwards."""
-        await self._send([r for r in members if not self._direct.serves(r)])
+        staging = [r for r in members if not self._direct.serves(r)]
+        await (self._send(staging) if self._relays is None else self._relays.spread(staging, self._send))
         return [r for r in members if r.alive]
 
     async def _send(self, members: list[Replica]) -> None:
@@ -254,15 +257,17 @@ class WeightPublisher:
             if replica.alive:
                 epoch, replica.asked = self._state.epoch, version
                 self._state.journal.note("load", replica=replica.name, version=version)
-                await replica.handle.call(self._seconds, GeneratorWorker.load, version, cache, *self._mapped)
+                given = self._mapped if self._relays is None else self._relays.ticket(replica)
+                await replica.handle.call(self._seconds, GeneratorWorker.load, version, cache, *given)
                 if epoch == self._state.epoch:  # else the learner died meanwhile, and the version with it
                     replica.version = version
                     self._state.journal.note("loaded", replica=replica.name, version=version)
         except ReplicaError as error:
             self._state.died(replica, error)
-        except WeightSyncError:
+        except WeightSyncError as error:
             await self._ticket()  # raises the learner's death, with which the memory to load from is gone
-            raise
+            if self._relays is None or not self._relays.bury(replica, error):
+                raise
 
     async def _wait_to_load(self, replica: Replica, version: int) -> None:
         """If the mode drains (``drain``, and all scheduled modes), wait until the replica has nothing in flight."""

@@ -163,10 +163,12 @@ def collect(lines: Mapping[str, Line], kind: str, seconds: float, *, needed: boo
     """Wait until every line has received a message with the key ``kind``; returns the failures by name.
 
     Empty if there are none. Silence is a failure if the messages are ``needed``. After a first loss the wait ends soon;
-    receivers without an answer by then are not listed.
+    receivers without an answer by then are not listed. One that was ``starved`` by another's end is listed only if no
+    other one is.
     """
     waiting = dict(lines)
     lost: dict[str, str] = {}
+    starved: dict[str, str] = {}
     deadline = time.monotonic() + seconds
     while waiting and (remaining := deadline - time.monotonic()) > 0:
         read_already = [line for line in waiting.values() if line.has_message]
@@ -177,11 +179,14 @@ def collect(lines: Mapping[str, Line], kind: str, seconds: float, *, needed: boo
             except LineClosedError:
                 lost[name] = "died or dropped the connection"
                 continue
-            if message is None or kind not in message:
+            if message is not None and "starved" in message:
+                starved[name] = f"answered {message['starved']!r}"
+            elif message is None or kind not in message:
                 reason = "an invalid message" if message is None else message.get("error", message)
                 lost[name] = f"answered {reason!r}"
-        if lost:
+        if lost or starved:
             deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    lost = lost or starved
     if waiting and not lost and needed:
         lost = {name: f"gave no answer within {seconds:g} s" for name in waiting}
     return lost

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from asyncrlhf.transport.collective.chain import Chain
+
 GLOO_THREADS = 4  # broadcasts in flight at once; measured best for buckets of 4 to 64 MB to two receivers
 
 
@@ -33,8 +35,10 @@ class BroadcastGroup:
     """Rank 0 broadcasts to all others. ``host``: this rank's address as the others reach it (gloo)."""
 
     def __init__(
-        self, store: dist.Store, backend: str, rank: int, size: int, host: str, device: torch.device, seconds: float
-    ) -> None:
+        self, store: dist.Store, backend: str, rank: int, size: int, host: str, device: torch.device, seconds: float,
+        chained: bool = False,
+    ) -> None:  # fmt: skip
+        """``chained``: over gloo each rank passes on what it gets, in place of a tree."""
         self.device = device if backend == "nccl" else torch.device("cpu")
         self._works: list[Any] = []
         self._stream = torch.cuda.Stream(device) if backend == "nccl" else None
@@ -54,6 +58,7 @@ class BroadcastGroup:
             options._timeout = last_resort
             options._threads = GLOO_THREADS
             self._group = gloo(store, rank, size, options)
+        self._chain = Chain(self._group, rank, size) if chained else None
 
     def broadcast(self, tensors: list[torch.Tensor]) -> None:
         """Start the broadcasts, one per tensor, in order; returns at once."""
@@ -63,6 +68,9 @@ class BroadcastGroup:
 
     def begin(self, tensor: torch.Tensor) -> None:
         """Start one more broadcast; returns at once."""
+        if self._chain is not None:
+            self._works.append(self._chain.begin(tensor))
+            return
         options = dist.BroadcastOptions()
         options.rootRank = 0
         with self._own_stream():
@@ -108,6 +116,10 @@ class BroadcastGroup:
         """Release the group. After the loss of a rank, gloo's destructor waits for unfinished work until the time-out,
         so a thread runs it."""
         held, idle = [self._works, self._group], all(work.is_completed() for work in self._works)
+        if self._chain is not None:
+            self._chain.close()
+            held, idle = [*held, self._chain], False
+            self._chain = None
         self._works, self._group = [], None
         if idle:
             held.clear()

@@ -50,13 +50,14 @@ class CollectiveReceiver(WeightReceiver):
         super().__init__(timeout_seconds=timeout_seconds, device=device)
         self._membership: _Membership | None = None
         self._change = threading.Lock()  # of the membership
+        self.shares = False  # whether staged weights are in memory that neighbours may map
 
     def connect(self, endpoint: str, rank: int, world_size: int, epoch: int, name: str) -> None:
         self.close()
         super().connect(endpoint, rank, world_size, epoch, name)
         mine: _Membership | None = None
         try:
-            mine = _Membership(epoch, dial(endpoint, self._timeout_seconds), Staging(name))
+            mine = _Membership(epoch, dial(endpoint, self._timeout_seconds), Staging(name, self.shares))
             self._enter(mine)
             self._join(mine, endpoint, rank, world_size, name)
         except (OSError, RuntimeError, LineClosedError) as error:
@@ -80,7 +81,8 @@ class CollectiveReceiver(WeightReceiver):
             store = dist.TCPStore(host, welcome["port"], None, False, timedelta(seconds=self._timeout_seconds))
             keys = dist.PrefixStore(group_keys(token, mine.epoch), store)
             own, seconds = mine.line.local_host, welcome["seconds"]
-            return BroadcastGroup(keys, welcome["backend"], rank, world_size, own, self._device, seconds)
+            chained = bool(welcome.get("chained"))
+            return BroadcastGroup(keys, welcome["backend"], rank, world_size, own, self._device, seconds, chained)
 
         mine.group = formed(build, mine.line.poll, self._timeout_seconds)  # its end is the sender's: it says nothing
         mine.line.send({"joined": mine.epoch})
@@ -157,8 +159,10 @@ class CollectiveReceiver(WeightReceiver):
             self._leave(mine)
             raise
         except (RuntimeError, LineClosedError, WeightSyncError) as error:
+            own = isinstance(error, WeightSyncError)  # else a neighbour in the group ended
             with suppress(LineClosedError):  # unless the sender gave up first
-                mine.line.send({"error": str(error).splitlines()[0] if str(error) else type(error).__name__})
+                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+                mine.line.send({"error" if own else "starved": reason})
             self._leave(mine)
             if isinstance(error, WeightSyncError):
                 raise

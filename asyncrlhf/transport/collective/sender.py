@@ -253,14 +253,15 @@ class CollectiveSender(WeightSender):
         identities = self._accept(members, receivers, what)
         backend = choose_backend([device_identity(self._device), *identities])
         welcome = {"port": self._store.port, "backend": backend, "digest": manifest_digest(self.manifest)}
-        members.tell({**welcome, "seconds": self._transfer_seconds}, what)
+        chained = self.wire.relay and backend == "gloo"
+        members.tell({**welcome, "seconds": self._transfer_seconds, "chained": chained}, what)
         # A connection of its own: a group that never forms keeps it busy until gloo's own time-out.
         own = dist.TCPStore(self._host, self._store.port, None, False, timedelta(seconds=self._timeout_seconds))
         store = dist.PrefixStore(group_keys(self._token, epoch), own)
 
         def build() -> BroadcastGroup:
             return BroadcastGroup(
-                store, backend, 0, len(receivers) + 1, self._host, self._device, self._transfer_seconds
+                store, backend, 0, len(receivers) + 1, self._host, self._device, self._transfer_seconds, chained
             )
 
         try:
