@@ -277,7 +277,11 @@ class RayRuntime(Runtime):
         ray.kill(dead.actor)
         await self._wait_for_room(dead.name)
         fresh = self._generator(dead.spec)
-        await fresh.ready()
+        try:
+            await fresh.ready()
+        except BaseException:  # also where the run ends meanwhile: a traceback may hold the handle, and it the process
+            ray.kill(fresh.actor)
+            raise
         self.generators[:] = [fresh if g is dead else g for g in self.generators]
         return fresh
 

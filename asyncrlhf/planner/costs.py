@@ -54,6 +54,22 @@ def broadcast(link: Link, ranks: int, size: float) -> float:
     return math.ceil(math.log2(max(ranks, 1))) * link.latency + size / link.bandwidth if ranks > 1 else 0.0
 
 
+def gloo_tree(link: Link, receivers: int, size: float) -> float:
+    """Seconds of gloo's broadcast to ``receivers`` that are all behind the sender's one link, which carries a copy to
+    each child of a binomial tree's root."""
+    return math.ceil(math.log2(receivers + 1)) * (link.latency + size / link.bandwidth)
+
+
+def one_by_one(link: Link, receivers: int, size: float) -> float:
+    """Seconds of a transfer to each receiver after the other: vLLM's workers without ``weights.relay``."""
+    return receivers * (link.latency + size / link.bandwidth)
+
+
+def relay(link: Link, machines: int, size: float, piece: float = 2**20) -> float:
+    """Seconds until a version is on all ``machines``, each of which passes it on in pieces (``weights.relay``)."""
+    return link.latency + size / link.bandwidth + (machines - 1) * (link.latency + min(piece, size) / link.bandwidth)
+
+
 @dataclass(frozen=True)
 class CostModel:
     """Seconds of a generator replica of ``tensor`` x ``pipeline`` devices, of a learner of ``ranks`` in ``layout``

@@ -52,7 +52,8 @@ function layout(chart, count) {
   const lines = {automargin: true, gridcolor: "#ececec", zerolinecolor: "#ccc", linecolor: "#bbb"};
   const x = {...lines, title: {text: chart.x || title, standoff: 6}, nticks: 7};
   const y = {...lines, nticks: 7, ...(chart.swapped ? {title: {text: title, standoff: 4}} : {})};
-  if (chart.categories.length) Object.assign(x, {tickvals: chart.categories.map((_, i) => i), ticktext: chart.categories});
+  const every = Math.ceil(chart.categories.length / 8), shown = chart.categories.map((_, i) => i).filter(i => i % every === 0);
+  if (shown.length) Object.assign(x, {tickvals: shown, ticktext: shown.map(i => chart.categories[i])});
   if (chart.limits) y.range = [chart.limits[0] - 0.02, chart.limits[1] + 0.02];
   if (chart.from_zero || chart.swapped) y.rangemode = "tozero";
   const made = {xaxis: x, yaxis: y, font: {size: 12}, margin: {l: 44, r: 14, t: 10, b: 40}, showlegend: false, dragmode: "zoom",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -182,10 +182,20 @@ def _by_layer(groups: Sequence[Group], numbers: Sequence[int], arrays: Arrays) -
     found = []
     for group in groups:
         columns = {key: [c for run in group.runs if (c := run.column(key)) is not None] for key in keys}
-        names = {key: key.removeprefix(CHANGED).removeprefix("model.") for key in keys}
-        found.append({names[key]: [float(np.nanmean(c)) for c in some] for key, some in columns.items()})
+        found.append({_short(key, keys): [float(np.nanmean(c)) for c in some] for key, some in columns.items()})
     chart = Chart("Weights that change, by layer", "fraction of its numbers, mean of all publishes", {}, x="layer")
     return _by_category(chart, found, numbers, arrays)
+
+
+def _short(key: str, keys: Collection[str]) -> str:
+    """A layer's number or the first word of a tensor's name; all of it where others would be called the same."""
+
+    def word(key: str) -> str:
+        return re.sub(r".*\.(\d+)$", r"\1", key.removeprefix(CHANGED).removeprefix("model.")).partition("_")[0]
+
+    found = word(key).partition(".")[0]
+    same = sum(word(other).partition(".")[0] == found for other in keys)
+    return found if same == 1 else key.removeprefix(CHANGED)
 
 
 def lag_buckets(runs: Sequence[Run]) -> list[str]:

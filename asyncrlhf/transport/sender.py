@@ -206,24 +206,29 @@ class WeightSender:
             started = time.perf_counter()
             self.checksums = manifest_checksums(self.manifest, self.buckets.views())
             if self._before is not None and self._faster.pick() == "sparse":
-                older, before = self._before
-                for bucket, entries in enumerate(entries_by_bucket(self.manifest)):
-                    differs = before[bucket] != self.checksums[bucket]
-                    pair = (older.tensors[bucket], self.buckets.tensors[bucket]) if differs else None
-                    self._compare(bucket, entries, pair, before[bucket])
+                self._compare(*self._before)
             self._compare_seconds = time.perf_counter() - started
 
-    def _compare(
-        self, bucket: int, entries: Sequence[TensorEntry], pair: tuple[torch.Tensor, torch.Tensor] | None, before: int
-    ) -> None:
-        """``pair``: the bucket before and now; None if it has not changed. ``before``: its checksum."""
-        word, none = word_size(entries), torch.zeros(0, dtype=torch.int64)
-        places = none if pair is None else changed_words(*pair, word)
-        for layer, (changed, words) in changes_by_layer(places, entries, word).items():
-            others = self.changed.get(layer, (0, 0))
-            self.changed[layer] = others[0] + changed, others[1] + words
-        if pair is not None and (patch := pack(places, pair[1], word, before)) is not None:
-            self.patches[bucket] = patch
+    def _compare(self, older: FlatBuckets, before: tuple[int, ...]) -> None:
+        """Find the patches from the version ``before``, in ``older``, to the present one, and what changed by layer."""
+        none = torch.zeros(0, dtype=torch.int64)
+
+        def one(bucket: int, entries: Sequence[TensorEntry]) -> tuple[dict[str, tuple[int, int]], Patch | None]:
+            word, base, differs = word_size(entries), before[bucket], before[bucket] != self.checksums[bucket]
+            present = self.buckets.tensors[bucket] if differs else none
+            places = changed_words(older.tensors[bucket], present, word) if differs else none
+            return changes_by_layer(places, entries, word), pack(places, present, word, base) if differs else None
+
+        every = entries_by_bucket(self.manifest)
+        # Of fetched buckets only those of one thread exist.
+        threads = 1 if isinstance(self.buckets, GatheredBuckets) else torch.get_num_threads()
+        with ThreadPoolExecutor(threads, thread_name_prefix="weight-compare") as pool:
+            for bucket, (counts, patch) in enumerate(pool.map(one, range(len(every)), every)):
+                for layer, (changed, words) in counts.items():
+                    others = self.changed.get(layer, (0, 0))
+                    self.changed[layer] = others[0] + changed, others[1] + words
+                if patch is not None:
+                    self.patches[bucket] = patch
 
     def _past(self) -> FlatBuckets:
         """The present buckets, which the next version will be compared with: it gets others."""

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from asyncrlhf.errors import WeightSyncError
@@ -53,15 +54,11 @@ def word_size(entries: Sequence[TensorEntry]) -> int:
 
 def changed_words(old: torch.Tensor, new: torch.Tensor, word: int) -> torch.Tensor:
     """The places [K] int64, ascending, of the words that differ in two buckets, uint8 [bytes], of equal size."""
-    kind, wide = WORDS[word], old.view(torch.int64)
-    # Of eight bytes first: where few words change, most of them are passed over in a fraction of the comparisons.
-    hit = (wide != new.view(torch.int64)).nonzero().squeeze(-1)
-    if word == 8 or not len(hit):
-        return hit
-    several = 8 // word
-    pairs = (bucket.view(torch.int64)[hit].view(kind).view(-1, several) for bucket in (old, new))
-    row, column = (next(pairs) != next(pairs)).nonzero().unbind(-1)
-    return hit[row] * several + column
+    kind = WORDS[word]
+    if old.device.type != "cpu":
+        return (old.view(kind) != new.view(kind)).nonzero().squeeze(-1)
+    # NumPy compares several times as fast as torch here, and outside of Python's lock.
+    return torch.from_numpy(np.flatnonzero(old.view(kind).numpy() != new.view(kind).numpy()))
 
 
 def pack(places: torch.Tensor, new: torch.Tensor, word: int, base: int) -> Patch | None:
@@ -70,12 +67,12 @@ def pack(places: torch.Tensor, new: torch.Tensor, word: int, base: int) -> Patch
     total, count = len(new) // word, len(places)
     if not count or count * word >= DENSE * len(new):
         return None
-    before = torch.cat((places.new_full((1,), -1), places[:-1]))
-    gaps = places - before - 1
-    sizes = {code: (count + int((gaps // _most(code)).sum())) * (code // 8) for code in CODES}
+    gaps = places.diff(prepend=places.new_full((1,), -1)) - 1
+    widest = int(gaps.max())
+    sizes = {code: (count + _ends(gaps, code, widest)) * (code // 8) for code in CODES}
     sizes[BITMAP] = -(-total // 8)
     code = min(sizes, key=lambda code: sizes[code])
-    marks = _bitmap(places, total) if code == BITMAP else _gaps(gaps, code)
+    marks = _bitmap(places, total) if code == BITMAP else _gaps(gaps, code, widest)
     values = new.view(WORDS[word])[places].view(torch.uint8)
     room = torch.zeros(-len(values) % ALIGNED, dtype=torch.uint8, device=new.device)
     payload = torch.cat((values, room, marks))
@@ -106,13 +103,25 @@ def _most(code: int) -> int:
     return (1 << code) - 1
 
 
-def _gaps(gaps: torch.Tensor, code: int) -> torch.Tensor:
+def _ends(gaps: torch.Tensor, code: int, widest: int) -> int:
+    """How many numbers more than gaps a code needs."""
+    most = _most(code)
+    return int((gaps[gaps >= most] // most).sum()) if widest >= most else 0
+
+
+def _gaps(gaps: torch.Tensor, code: int, widest: int) -> torch.Tensor:
     """Each gap [K] as its multiples of ``_most`` and the rest, in ``code`` bits each: uint8 [bytes]."""
     most = _most(code)
-    ends = (gaps // most + 1).cumsum(0) - 1
-    numbers = torch.full((int(ends[-1]) + 1,), most, dtype=torch.int64, device=gaps.device)
-    numbers[ends] = gaps % most
-    return numbers.to(WORDS[code // 8]).view(torch.uint8)
+    if widest >= most:
+        wide = (gaps >= most).nonzero().squeeze(-1)
+        more = torch.zeros_like(gaps)
+        more[wide] = gaps[wide] // most
+        ends = torch.arange(len(gaps), device=gaps.device) + more.cumsum(0)
+        rest = gaps.clone()
+        rest[wide] %= most
+        gaps = torch.full((int(ends[-1]) + 1,), most, dtype=torch.int64, device=gaps.device)
+        gaps[ends] = rest
+    return gaps.to(WORDS[code // 8]).view(torch.uint8)
 
 
 def _of_gaps(marks: torch.Tensor, code: int) -> torch.Tensor:

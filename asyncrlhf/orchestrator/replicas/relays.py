@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ class Relays:
 
     def __init__(self, state: RunState) -> None:
         self._state = state
-        self._hosts: dict[GeneratorHandle, str] = {}
+        self._hosts = weakref.WeakKeyDictionary[GeneratorHandle, str]()  # who is restarted has another handle
         self._holders: dict[str, _Holder] = {}  # by machine
 
     async def spread(self, members: list[Replica], send: Callable[[list[Replica]], Awaitable[None]]) -> None:

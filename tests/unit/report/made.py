@@ -28,6 +28,8 @@ def metrics_of(seed: int, steps: int, gain: float = 0.5) -> list[dict[str, Any]]
         line |= {"response_tokens": float(rng.integers(40, 90)), "heldout_accuracy": reward if step % 5 == 0 else None}
         for name in ("staleness", "staleness_in_flight", "staleness_in_queue"):
             line |= {f"{name}_p10": 0.0, f"{name}_mean": float(rng.uniform(0.5, 1.5)), f"{name}_p90": 2.0}
+        layers = ("embed_tokens.weight", *(f"layers.{i}" for i in range(30)))
+        line |= {f"weights_changed/model.{layer}": float(rng.uniform(0.01, 0.02)) for layer in layers}
         shares = rng.dirichlet(np.ones(len(LAGS)))
         for lag, share in zip(LAGS, shares, strict=True):
             if lag == "3-4" and step < 4:

@@ -156,7 +156,8 @@ def test_the_axis_switch_changes_every_curve(browser: Browser, pages: dict[str, 
         raw = next(trace for trace in drawn["Reward"] if trace["kind"] == "faint")
         np.testing.assert_allclose(raw["x"], x[known], rtol=1e-4)
         np.testing.assert_allclose(raw["y"], frame.reward_mean[known], rtol=1e-4)
-        ends = {title: traces[-1]["x"][-1] for title, traces in drawn.items() if not title.endswith("by lag")}
+        curves = {title: traces for title, traces in drawn.items() if not title.endswith(("by lag", "by layer"))}
+        ends = {title: traces[-1]["x"][-1] for title, traces in curves.items()}
         seen.append(ends)
         assert browser.evaluate("document.querySelector('.xtitle').textContent") == browser.evaluate(
             f"page.axes.find(one => one.name === '{axis}').title"

@@ -15,8 +15,8 @@ import yaml
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.report.curves import curve, running_mean, smoothing_window, time_scale
 from asyncrlhf.report.html import build_report, render
-from asyncrlhf.report.load import config_differences, group_runs, load_run, load_runs
-from asyncrlhf.report.page import lag_buckets, lag_values, page_axes
+from asyncrlhf.report.load import Group, config_differences, group_runs, load_run, load_runs
+from asyncrlhf.report.page import Canvas, curve_sections, lag_buckets, lag_values, page_axes
 from asyncrlhf.report.panels import shown_panels, staleness_bound
 from asyncrlhf.report.series import group_all, look
 from asyncrlhf.report.sweep import reached
@@ -420,3 +420,16 @@ def test_twenty_long_runs_stay_under_15_mb(tmp_path: Path) -> None:
     paths = [full_run(tmp_path / f"r{n}", steps=500, gain=n / 8, learner={"learning_rate": n}) for n in range(4)]
     sizes = [build_report(some, tmp_path / "out").stat().st_size for some in (paths[:1], paths)]
     assert sizes[1] + 16 * (sizes[1] - sizes[0]) / 3 < 11e6
+
+
+def test_what_changes_by_layer_is_drawn_in_the_models_order(tmp_path: Path) -> None:
+    path = full_run(tmp_path / "run")
+    groups = [Group("run", (load_run(path),))]
+    axis = Canvas(page_axes(groups), faint=False)
+    (section,) = [s for s in curve_sections(groups, [0], axis) if s.heading == "Weights"]
+    (chart,) = section.charts
+    assert list(chart.categories) == ["embed", *(f"{i}" for i in range(30))]
+    (trace,) = chart.traces[""]
+    frame = pd.read_json(path / "metrics.jsonl", lines=True)
+    means = [frame[f"weights_changed/model.layers.{i}"].mean() for i in (0, 1)]
+    assert axis.arrays.lists[trace["y"]][1:3] == pytest.approx(means, rel=1e-4)  # a page has five digits
