@@ -71,5 +71,5 @@ def build_worker(spec: GeneratorSpec, clock: Callable[[], float] = time.monotoni
     if taken_by_workers(spec.generator, spec.model, weights, spec.runtime):
         direct = weights
     elif relays and has_workers(spec.generator, spec.model):
-        direct = replace(weights, transport="shared_memory", relay=False, delta="none")
+        direct = replace(weights, transport="shared_memory", delta="none")
     return GeneratorWorker(spec.name, engine, decode, receiver, merge, spec.chunk_tokens, clock, direct, relays)

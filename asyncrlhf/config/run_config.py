@@ -392,10 +392,9 @@ def _check_runtime(config: RunConfig) -> None:
         )
         return
     check(config.learner.ranks == 1, f"runtime=local has one learner rank, not learner.ranks={config.learner.ranks}.")
-    asked = "relay=true" if config.weights.relay else f"transport={config.weights.transport}"
     check(
-        asked in ("transport=auto", "transport=local"),
-        f"weights.{asked} needs runtime=ray; allowed with runtime=local: transport=auto or local, relay=false.",
+        config.weights.transport in ("auto", "local"),
+        f"weights.transport={config.weights.transport} needs runtime=ray; allowed with runtime=local: auto, local.",
     )
 
 

@@ -55,18 +55,18 @@ def broadcast(link: Link, ranks: int, size: float) -> float:
 
 
 def gloo_tree(link: Link, receivers: int, size: float) -> float:
-    """Seconds of gloo's broadcast to ``receivers`` that are all behind the sender's one link, which carries a copy to
-    each child of a binomial tree's root."""
+    """Seconds of gloo's broadcast to ``receivers`` on machines of their own: the sender's link carries a copy to each
+    child of a binomial tree's root. Where several share a link it takes longer."""
     return math.ceil(math.log2(receivers + 1)) * (link.latency + size / link.bandwidth)
 
 
 def one_by_one(link: Link, receivers: int, size: float) -> float:
-    """Seconds of a transfer to each receiver after the other: vLLM's workers without ``weights.relay``."""
+    """Seconds of a transfer to each receiver after the other: vLLM's workers without ``weights.transport=relay``."""
     return receivers * (link.latency + size / link.bandwidth)
 
 
 def relay(link: Link, machines: int, size: float, piece: float = 2**20) -> float:
-    """Seconds until a version is on all ``machines``, each of which passes it on in pieces (``weights.relay``)."""
+    """Seconds until a version is on all ``machines``, each of which passes it on in pieces (``transport=relay``)."""
     return link.latency + size / link.bandwidth + (machines - 1) * (link.latency + min(piece, size) / link.bandwidth)
 
 

@@ -24,7 +24,10 @@ from asyncrlhf.types import WeightManifest
 from asyncrlhf.validation import check, check_choice
 
 # `auto` means the first.
-RUNTIME_TRANSPORTS = {"local": ("local",), "ray": ("collective", "shared_memory", "cuda_ipc", "object_store", "disk")}
+RUNTIME_TRANSPORTS = {
+    "local": ("local",),
+    "ray": ("collective", "relay", "shared_memory", "cuda_ipc", "object_store", "disk"),
+}
 
 
 def resolve_transport(config: WeightsConfig, runtime: str) -> str:
@@ -42,7 +45,7 @@ def resolve_transport(config: WeightsConfig, runtime: str) -> str:
 
 def streams(config: WeightsConfig, runtime: str) -> bool:
     """Whether a receiver can load bucket by bucket, without staging memory, which ``weights.delta`` needs."""
-    return resolve_transport(config, runtime) in ("collective", "shared_memory") and not (config.sparse or config.relay)
+    return resolve_transport(config, runtime) in ("collective", "shared_memory") and not config.sparse
 
 
 def mapped_transport(config: WeightsConfig, *, sharded: bool, adapter: bool, on_cpus: bool, on_card: bool) -> str:
@@ -51,7 +54,7 @@ def mapped_transport(config: WeightsConfig, *, sharded: bool, adapter: bool, on_
 
     ``on_cpus``, ``on_card``: learner and generators are certain to compute on the CPUs of one machine, or on one GPU.
     """
-    if sharded or adapter or config.sparse or config.relay:
+    if sharded or adapter or config.sparse:
         return ""
     if config.transport == "cuda_ipc" or (config.transport == "auto" and on_card):
         return "cuda_ipc"
@@ -102,7 +105,7 @@ def build_receiver(config: WeightsConfig, runtime: str, device: torch.device | s
         "cuda_ipc": CudaIpcReceiver,
         "object_store": ObjectStoreReceiver,
         "disk": DiskReceiver,
+        "relay": RelayReceiver,
     }
-    whole = RelayReceiver if config.relay else CollectiveReceiver
-    receiver = kinds.get(resolve_transport(config, runtime), whole)
+    receiver = kinds.get(resolve_transport(config, runtime), CollectiveReceiver)
     return receiver(timeout_seconds=config.timeout_seconds, device=device)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from asyncrlhf.validation import MONTH, check, check_path, check_settings, setting
 
-TRANSPORTS = ("auto", "collective", "shared_memory", "cuda_ipc", "object_store", "disk", "local")
+TRANSPORTS = ("auto", "collective", "relay", "shared_memory", "cuda_ipc", "object_store", "disk", "local")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DELTAS = ("none", "sparse", "auto")
 MAPPED = ("shared_memory", "cuda_ipc")
@@ -45,10 +45,11 @@ class WeightsConfig:
 
     transport: str = setting(
         "auto",
-        "How weights are sent: over a separate process group (collective), memory mapped by all processes of one "
-        "machine (shared_memory), memory of the one GPU that all share (cuda_ipc), Ray's object store, files "
-        "(disk), or within one process (local); auto with Ray, if one rank holds the weights whole: cuda_ipc under "
-        "cluster=one_gpu, shared_memory if the run starts Ray and all parts run on CPUs; else collective.",
+        "How weights are sent: over a separate process group (collective), to one replica of each machine, which "
+        "passes them on (relay), memory mapped by all processes of one machine (shared_memory), memory of the one GPU "
+        "that all share (cuda_ipc), Ray's object store, files (disk), or within one process (local); auto with Ray, if "
+        "one rank holds the weights whole: cuda_ipc under cluster=one_gpu, shared_memory if the run starts Ray and all "
+        "parts run on CPUs; else collective.",
         choices=TRANSPORTS,
     )
     publish_every: int = setting(1, "Learner steps between two publishes; they add to staleness.", low=1)
@@ -67,11 +68,6 @@ class WeightsConfig:
         "What is sent of a version: all (none), the numbers that changed since the one before (sparse), or what took "
         "less time so far (auto).",
         choices=DELTAS,
-    )
-    relay: bool = setting(
-        False,
-        "One replica of each machine gets the weights and passes them on to the next machine; the others, and workers "
-        "of vLLM, load from its memory.",
     )
     disk_path: str = setting("", "transport=disk: the folder; empty is the run directory's folder `weights`.")
     audit_every: int = setting(
@@ -104,10 +100,6 @@ class WeightsConfig:
             "receivers load from the learner's own memory; allowed: none, or another transport.",
         )
         check(
-            not self.relay or self.transport in ("auto", "collective"),
-            f"weights.relay=true passes on what weights.transport=collective sends; it cannot with {self.transport}.",
-        )
-        check(
             self.transport == "disk" or not self.disk_path,
             f"weights.disk_path={self.disk_path} is used only by weights.transport=disk, not by {self.transport}.",
         )
@@ -122,6 +114,11 @@ class WeightsConfig:
         return self.transport == "disk" or self.sparse if self.checksum is None else self.checksum
 
     @property
+    def relay(self) -> bool:
+        """Whether one replica of each machine gets the weights, and the others load from its memory."""
+        return self.transport == "relay"
+
+    @property
     def sparse(self) -> bool:
         """Whether less than a whole version may be sent."""
         return self.delta != "none"
@@ -129,7 +126,7 @@ class WeightsConfig:
     def beside_the_policy(self, runtime: str) -> WeightsConfig:
         """The settings for weights sent to services: unchanged dtype, whole, a transport without receiver groups."""
         kind = "local" if runtime == "local" else "object_store"
-        return replace(self, transport=kind, dtype="auto", delta="none", relay=False, disk_path="")
+        return replace(self, transport=kind, dtype="auto", delta="none", disk_path="")
 
 
 def resolve_dtype(asked: str, engines: Sequence[str]) -> str:

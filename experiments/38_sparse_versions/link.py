@@ -150,7 +150,8 @@ def measure(receivers: int, way: str, learner: TorchBackend, repeats: int) -> di
     them the learner makes a step."""
     params = {name: tensor.detach() for name, tensor in learner.parameters().items()}
     relay, delta = "relay" in way, "sparse" if "sparse" in way else "none"
-    config = WeightsConfig(transport="collective", dtype="bfloat16", delta=delta, relay=relay, timeout_seconds=300)
+    kind = "relay" if relay else "collective"
+    config = WeightsConfig(transport=kind, dtype="bfloat16", delta=delta, timeout_seconds=300)
     sender = build_sender(config, "ray", params)
     per_host = -(-receivers // HOSTS)
     remotes = [Remote(f"g{i}", 1 + i // per_host, config) for i in range(receivers)]

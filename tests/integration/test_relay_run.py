@@ -1,4 +1,4 @@
-"""``weights.relay`` on Ray: replicas of pretended machines load from a neighbour's memory, and holders die."""
+"""``weights.transport=relay`` on Ray: replicas of pretended machines load what a neighbour holds, and holders die."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncrlhf.errors import ConfigError
 from tests.ray_run import process_id, run
 
 SMALL = (
-    "batch_size=16", "num_generations=4", "generator.slots=8", "weights.audit_every=1", "weights.relay=true",
+    "batch_size=16", "num_generations=4", "generator.slots=8", "weights.audit_every=1", "weights.transport=relay",
     "weights.checksum=true", "eval_every=0", "async=sync",
 )  # fmt: skip
 pytestmark = [pytest.mark.more, pytest.mark.usefixtures("ray_local")]
@@ -112,11 +112,10 @@ def test_vllm_loads_from_a_neighbours_memory(tmp_path: Path, workers: int) -> No
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (("runtime=local",), "weights.relay=true needs runtime=ray"),
-        (("weights.transport=disk",), "passes on what weights.transport=collective sends"),
-        (("weights.transport=shared_memory",), "passes on what weights.transport=collective sends"),
+        (("runtime=local",), "weights.transport=relay needs runtime=ray"),
+        (("weights.disk_path=/tmp/x",), "is used only by weights.transport=disk, not by relay"),
     ],
 )
 def test_what_cannot_be_passed_on_is_refused(overrides: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        load_config(["weights.relay=true", *overrides])
+        load_config(["weights.transport=relay", *overrides])

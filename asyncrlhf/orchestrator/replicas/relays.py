@@ -1,4 +1,4 @@
-"""``weights.relay``: one replica of each machine gets the weights; its neighbours load from what it has staged."""
+"""``weights.transport=relay``: one replica of each machine gets the weights; its neighbours load what it has staged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``weights.relay``: who gets the weights for a machine, where the others load from, and what a death costs."""
+"""``weights.transport=relay``: who gets weights for a machine, where others load from, and what a death costs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class World:
     """Six replicas on three machines."""
 
     def __init__(self) -> None:
-        self.state: RunState = build_state(load_config(["runtime=ray", "weights.relay=true"]))
+        self.state: RunState = build_state(load_config(["runtime=ray", "weights.transport=relay"]))
         self.state.message = lambda text: None
         self.replicas = [Replica(Handle(f"g{i}", f"machine {i % 3}")) for i in range(6)]  # type: ignore[arg-type]
         self.state.replicas.extend(self.replicas)
