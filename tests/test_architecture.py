@@ -57,6 +57,7 @@ BROAD_EXCEPTS: dict[str, tuple[int, str]] = {
     "asyncrlhf/cli/main.py": (1, "whatever ends a command is one sentence, and its trace is kept"),
     "asyncrlhf/cli/multirun.py": (1, "a job of a multirun ends alone, with its sentence and exit code"),
     "asyncrlhf/orchestrator/run.py": (3, "a failing close or summary keeps no other from its end, and hides no cause"),
+    "asyncrlhf/transport/collective/chain.py": (2, "the error of a thread that receives or sends goes to who waits"),
     "asyncrlhf/transport/collective/group.py": (1, "the error of the thread that forms a group goes to its caller"),
     "asyncrlhf/transport/vllm_workers.py": (2, "a worker's error goes to its replica as an answer"),
     "asyncrlhf/records/show/sinks.py": (1, "a sink is other people's code; a run does not end for it"),

@@ -103,7 +103,7 @@ PANELS = (
     ),
     Panel("Dropped rollouts", "since the beginning", "dropped", _SPEED),
     Panel("Bytes of a publish", "to each replica", "weights_sent_bytes", _SPEED, quiet=True),
-    Panel("Weights that change", "fraction of the numbers", "weights_changed_fraction", _SPEED),
+    Panel("Weights that change", "fraction of the numbers", "weights_changed_fraction", _SPEED, quiet=True),
 )
 
 

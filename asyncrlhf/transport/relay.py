@@ -35,8 +35,9 @@ class RelayReceiver(CollectiveReceiver):
     def receive(self, ticket: Ticket) -> Mapping[str, torch.Tensor]:
         self._offer = None
         weights = super().receive(ticket)
-        assert self._membership is not None, "it has received"
-        self._offer = replace(ticket, refs=self._membership.staging.place, sparse=False)
+        if (mine := self._membership) is None:
+            raise WeightSyncError(f"Version {ticket.version} is gone: the group that brought it has ended.")
+        self._offer = replace(ticket, refs=mine.staging.place, sparse=False)
         return weights
 
     def offer(self) -> Ticket:

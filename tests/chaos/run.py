@@ -3,6 +3,7 @@
     make chaos SEEDS=0-199                  on Ray: one Ray for all seeds, each run a process of its own
     make chaos RUNTIME=local SEEDS=0-499    in one process a run, whose calls of parts meet the fault
     make chaos RUNTIME=moments SEEDS=0-143  on Ray: every part struck at every moment (tests/chaos/moments.py)
+    make chaos SEEDS=0-39 ARGS="--also weights.transport=relay weights.delta=sparse"
     make chaos SIMULATED=0-1999 SEEDS=      schedules of faults on the virtual clock (tests/chaos/simulation.py)
 
 One row a seed in experiments/24_chaos/<runtime>.jsonl. Rows of this commit are kept, so that what was cut off goes on
@@ -352,13 +353,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--limit", type=float, default=60.0, help="seconds of a free machine after which a process hangs"
     )
+    parser.add_argument(
+        "--also", nargs="+", default=[], help="overrides of every run, whose rows have a file of their own"
+    )
     given = parser.parse_args(arguments)
     if given.simulated and simulate(["--seeds", given.simulated]):
         return 1
     if not given.seeds:
         return 0
     ROWS.mkdir(exist_ok=True)
-    path, version = ROWS / f"{given.runtime}.jsonl", commit()
+    name = "-".join([given.runtime, *(one.replace("=", "-") for one in given.also)])
+    path, version = ROWS / f"{name}.jsonl", commit()
     kept = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     rows = {row["seed"]: row for row in kept if row["commit"] == version}
     moments = moment_cases() if given.runtime == "moments" else []
@@ -369,6 +374,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if seed in rows:
                 continue
             case = moments[seed] if moments else draw_case(seed, given.runtime)
+            case = dataclasses.replace(case, overrides=(*case.overrides, *given.also))
             row = rows[seed] = {"commit": version, **examine(case, address, keeper, given.limit)}
             path.write_text("".join(json.dumps(rows[s]) + "\n" for s in sorted(rows)))
             mark = "held" if row["held"] else "BROKEN"

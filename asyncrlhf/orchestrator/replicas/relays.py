@@ -38,7 +38,10 @@ class Relays:
 
     async def spread(self, members: list[Replica], send: Callable[[list[Replica]], Awaitable[None]]) -> None:
         """Bring the newest version to the machine of every live member. ``send`` transfers it to replicas, and removes
-        those that die meanwhile from its list; then another one of the machine takes the place."""
+        those that die meanwhile from its list; then another one of the machine takes the place. Without a relay all
+        members are sent to."""
+        if not self._state.config.weights.relay:
+            return await send(members)
         done: set[str] = set()
         while True:
             await self._look_up([r for r in members if r.alive])

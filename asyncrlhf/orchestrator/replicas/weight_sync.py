@@ -37,7 +37,7 @@ class WeightPublisher:
         self._audits = Audits(state, runtime, vocab_size)
         self._lock = asyncio.Lock()
         self._direct = DirectLoads(state, runtime)
-        self._relays = Relays(state) if state.config.weights.relay else None
+        self._relays = Relays(state)
         self._seconds = state.config.weights.timeout_seconds
         self._mapped: tuple[Ticket, ...] = ()  # where replicas map the learner's memory: of the newest snapshot
         self._rejoining = 0
@@ -58,8 +58,7 @@ class WeightPublisher:
         return self._task is not None and not self._task.done()
 
     def publish(self, version: int) -> None:
-        """Send the learner's present weights, of ``version``, in the background; no other publish may be under way. The
-        snapshot is ordered before this returns: the learner makes it before any step that is ordered later."""
+        """Send the learner's present weights in the background; their snapshot precedes any step ordered later."""
         assert not self._publishing, "a publish is still under way"
         self.raise_if_failed()
         offer, self._ready = self._ready or self._snapshot(), None
@@ -140,13 +139,11 @@ class WeightPublisher:
 
     async def _send_staged(self, members: list[Replica]) -> list[Replica]:
         """Transfer the newest snapshot to the members that stage it; returns all members that are alive afterwards."""
-        staging = [r for r in members if not self._direct.serves(r)]
-        await (self._send(staging) if self._relays is None else self._relays.spread(staging, self._send))
+        await self._relays.spread([r for r in members if not self._direct.serves(r)], self._send)
         return [r for r in members if r.alive]
 
     async def _send(self, members: list[Replica]) -> None:
-        """Transfer the newest snapshot to all members. A member that dies or hangs meanwhile is removed from
-        ``members``, and the transfer begins again with the others; it ends when none is left."""
+        """Transfer the newest snapshot to all ``members``; again to the others if one dies or hangs and is removed."""
         while members:
             failures = await self._form(members) or await self._transfer(members)
             self.waiting_for = ""
@@ -176,8 +173,7 @@ class WeightPublisher:
         return []
 
     async def _transfer(self, members: list[Replica]) -> list[BaseException]:
-        """Make one attempt and return its errors. Receivers that the sender names as lost are not waited for: a process
-        that hangs answers neither the sender nor its own handle."""
+        """Make one attempt and return its errors. Receivers that the sender names as lost are not waited for."""
         ticket = await self._ticket()
         if self._runtime.maps:
             self._mapped = (ticket,)
@@ -244,7 +240,7 @@ class WeightPublisher:
         self._state.touch(replica)
 
     async def _load(self, replica: Replica, version: int, cache: CacheMode) -> None:
-        """Load the weights that the replica has staged, or that its workers receive during the load."""
+        """Load what the replica has staged, or its workers receive during the load."""
         if not self._direct.serves(replica):
             return await self._load_received(replica, version, cache)
         self.waiting_for = f"the workers of {replica.name} to take version {version}"
@@ -257,8 +253,8 @@ class WeightPublisher:
             if replica.alive:
                 epoch, replica.asked = self._state.epoch, version
                 self._state.journal.note("load", replica=replica.name, version=version)
-                given = self._mapped if self._relays is None else self._relays.ticket(replica)
-                await replica.handle.call(self._seconds, GeneratorWorker.load, version, cache, *given)
+                there = self._mapped or self._relays.ticket(replica)
+                await replica.handle.call(self._seconds, GeneratorWorker.load, version, cache, *there)
                 if epoch == self._state.epoch:  # else the learner died meanwhile, and the version with it
                     replica.version = version
                     self._state.journal.note("loaded", replica=replica.name, version=version)
@@ -266,7 +262,7 @@ class WeightPublisher:
             self._state.died(replica, error)
         except WeightSyncError as error:
             await self._ticket()  # raises the learner's death, with which the memory to load from is gone
-            if self._relays is None or not self._relays.bury(replica, error):
+            if not self._relays.bury(replica, error):
                 raise
 
     async def _wait_to_load(self, replica: Replica, version: int) -> None:
@@ -288,8 +284,7 @@ class WeightPublisher:
         return nothing_due and not under_way
 
     async def rejoin(self, replica: Replica) -> None:
-        """Load the others' version on a restarted replica; its death meanwhile is reported like any other. If the
-        learner dies meanwhile, begin again when the learner is back."""
+        """Load the others' version on a restarted replica; if the learner dies meanwhile, again when it is back."""
         while replica.version < 0:
             learner = self._runtime.learner
             try:

@@ -26,7 +26,8 @@ class ChainWork:
     error: BaseException | None = None
 
     def is_completed(self) -> bool:
-        """Whether the tensor is here; it may still be read for the next rank."""
+        """Whether the tensor is here, though it may still be read for the next rank; on the first rank whether it is
+        sent. Also after an error."""
         return self.arrived.is_set()
 
     def wait(self) -> None:
@@ -79,7 +80,8 @@ class Chain:
                         coming[place].wait()
                     if not self._last:
                         self._outgoing.put((self._group.send([piece], self._rank + 1, 0), None, piece))
-                work.arrived.set()
+                if self._rank:
+                    work.arrived.set()
                 self._outgoing.put((None, work, tensor))
             except BaseException as error:
                 self._error = error
@@ -96,6 +98,7 @@ class Chain:
                 if sent is not None:
                     sent.wait()
                 elif work is not None and self._error is None:
+                    work.arrived.set()
                     work.passed_on.set()
                 elif work is not None and self._error is not None:
                     work.fail(self._error)
