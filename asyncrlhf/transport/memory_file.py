@@ -36,7 +36,7 @@ class SharedBuckets(FlatBuckets):
         self.place: Place = (name, os.getpid(), self._file)
 
     def close(self) -> None:
-        """Let nobody map it any more; who has mapped it keeps it."""
+        """No process can map it any more; one that has mapped it keeps it."""
         os.close(self._file)
 
 

@@ -19,7 +19,7 @@ from asyncrlhf.transport.shared_memory import SharedMemoryReceiver
 
 class RelayReceiver(CollectiveReceiver):
     """Both kinds: :meth:`receive` takes a version from the group and :meth:`offer` hands it on to neighbours;
-    :meth:`stream` loads what a neighbour offers. A replica's first worker decides which it is, publish by publish."""
+    :meth:`stream` loads what a neighbour offers. The controller decides which, publish by publish."""
 
     def __init__(self, *, timeout_seconds: float = 120.0, device: torch.device | str = "cpu") -> None:
         """``device``: of the engine; staged is on the host in any case."""
@@ -51,4 +51,5 @@ class RelayReceiver(CollectiveReceiver):
 
     def close(self) -> None:
         super().close()
+        self._neighbour.close()  # who joins the group itself needs no neighbour's copy any more
         self._offer = None

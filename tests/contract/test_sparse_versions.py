@@ -65,7 +65,7 @@ def test_two_hundred_versions_are_bit_for_bit_what_was_taken(make: Make) -> None
         params = old if version % 50 == 0 else changed(params, rng, share)  # a rollback every fifty
         old = params if version % 50 == 10 else old
         if version % 17 == 0:
-            link.begin(version, params)  # and nobody is asked to take it
+            link.begin(version, params)  # and no receiver is asked to take it
             continue
         if version % 37 == 0:
             epoch += 1
@@ -142,7 +142,7 @@ def test_a_flipped_bit_in_a_patch_is_found_and_named(
     assert "version 2" in sentence and "g0" in sentence
     assert "embedding" in sentence or "Bucket 0" in sentence
     monkeypatch.undo()
-    link.connect(["g0", "g1"], 1)  # what is damaged is held by nobody afterwards
+    link.connect(["g0", "g1"], 1)  # no receiver keeps what is damaged
     params["scalar"].fill_(9.0)
     for weights in link.publish(3, params):
         assert_same(weights, params)
