@@ -231,9 +231,9 @@ def measure(rank: int, ranks: int) -> int:
         sender.begin_snapshot(1, snapshot)
         fetch, before = snapshot.fetch, private_bytes()
 
-        def counted(bucket: int, room: torch.Tensor) -> None:
+        def counted(bucket: int, room: torch.Tensor, ago: int = 0) -> None:
             nonlocal most
-            fetch(bucket, room)
+            fetch(bucket, room, ago)
             most = max(most, private_bytes() - before)
 
         snapshot.fetch = counted  # type: ignore[method-assign]

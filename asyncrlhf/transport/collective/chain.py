@@ -21,14 +21,13 @@ PIECE_BYTES = 1 << 20
 class ChainWork:
     """One tensor's way through this rank, with the interface of torch's works."""
 
-    arrived: threading.Event = field(default_factory=threading.Event)
     passed_on: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
 
     def is_completed(self) -> bool:
-        """Whether the tensor is here, though it may still be read for the next rank; on the first rank whether it is
-        sent. Also after an error."""
-        return self.arrived.is_set()
+        """Whether the tensor is here and the next rank has it, too; also after an error. What waits must ask this: a
+        next rank that left without its connection's end being noticed lets ``wait`` block until the time-out."""
+        return self.passed_on.is_set()
 
     def wait(self) -> None:
         """Until the next rank has it, too. Raises RuntimeError if a neighbour is gone."""
@@ -38,7 +37,6 @@ class ChainWork:
 
     def fail(self, error: BaseException) -> None:
         self.error = error
-        self.arrived.set()
         self.passed_on.set()
 
 
@@ -80,8 +78,6 @@ class Chain:
                         coming[place].wait()
                     if not self._last:
                         self._outgoing.put((self._group.send([piece], self._rank + 1, 0), None, piece))
-                if self._rank:
-                    work.arrived.set()
                 self._outgoing.put((None, work, tensor))
             except BaseException as error:
                 self._error = error
@@ -98,7 +94,6 @@ class Chain:
                 if sent is not None:
                     sent.wait()
                 elif work is not None and self._error is None:
-                    work.arrived.set()
                     work.passed_on.set()
                 elif work is not None and self._error is not None:
                     work.fail(self._error)
