@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrlhf.data.number_formats import PRECISIONS
 from asyncrlhf.validation import check, check_keywords, check_settings, setting
 
 
@@ -30,9 +29,6 @@ class TrainerConfig:
     learning_rate: float = setting(2e-5, "AdamW's learning rate, after warm-up.", low=0, exclusive_low=True)
     per_device_train_batch_size: int = setting(8, "Rows, or pairs, per forward pass and process.", low=1, high=10**5)
     max_length: int = setting(1024, "Longest row, in tokens, at most the model's context.", low=2)
-    mixed_precision: str = setting(
-        "none", "Format of the passes, by autocast over float32 master weights.", choices=PRECISIONS
-    )
     trainer_kwargs: Any = setting(
         None, "More keywords of TRL's arguments, by name, such as {lr_scheduler_type: cosine, packing: true}."
     )

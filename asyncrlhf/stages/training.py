@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 # Settings of TrainerConfig that are not TRL's or need a translation; the others are TRL's under the same names.
-_OURS = ("path", "split", "heldout_split", "heldout_fraction", "max_length", "mixed_precision", "trainer_kwargs")
-# Ours where TRL's own defaults differ: it would compute activations twice without being asked.
-_DEFAULTS = {"gradient_checkpointing": False}
+_OURS = ("path", "split", "heldout_split", "heldout_fraction", "max_length", "trainer_kwargs")
+# Ours where TRL's own defaults differ: it would compute activations twice, and in bfloat16, without being asked.
+_DEFAULTS = {"gradient_checkpointing": False, "bf16": False}
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ def prepare_job(config: RunConfig, settings: TrainerConfig, stage: str, conversa
         f"{stage}, or make one visible with CUDA_VISIBLE_DEVICES.",
     )
     check(
-        settings.mixed_precision != "float16" or found,
-        f"{key}.mixed_precision=float16 needs a GPU; allowed here: none, bfloat16.",
+        not (settings.trainer_kwargs or {}).get("fp16") or found,
+        f"{key}.trainer_kwargs.fp16=true needs a GPU; allowed here: bf16=true, or neither.",
     )
     check_model(config.model)
     given = Path(config.run_dir) if config.run_dir else None
@@ -105,8 +105,6 @@ def trainer_arguments(job: Job, heldout: bool) -> dict[str, Any]:
         "per_device_eval_batch_size": settings.per_device_train_batch_size,
         "max_length": job.max_length,
         "use_cpu": not torch.cuda.is_available(),  # or transformers refuses bfloat16 there
-        "bf16": settings.mixed_precision == "bfloat16",
-        "fp16": settings.mixed_precision == "float16",
         "eval_on_start": heldout and job.resume is None,
         "eval_strategy": "steps" if heldout and between else "no",
         "eval_steps": between or None,
@@ -116,7 +114,7 @@ def trainer_arguments(job: Job, heldout: bool) -> dict[str, Any]:
         "report_to": "none",
         "disable_tqdm": True,
         "dataloader_pin_memory": torch.cuda.is_available(),
-        # Optimizers hold float32 master weights; mixed_precision sets autocast.
+        # Optimizers hold float32 master weights; bf16 and fp16 set autocast.
         "model_init_kwargs": {
             "dtype": "float32",
             "trust_remote_code": config.model.trust_remote_code,

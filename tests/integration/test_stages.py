@@ -130,7 +130,7 @@ def test_a_reward_worker_gives_the_trainers_own_scores(data: Path, judge: Path) 
 @pytest.mark.parametrize(("stage", "file"), [("sft", "sft.jsonl"), ("reward-model", "pairs.jsonl")])
 def test_bfloat16_trains_and_leaves_float32(data: Path, tmp_path: Path, stage: str, file: str) -> None:
     key = stage.replace("-", "_")
-    settings = (f"{key}.path={data / file}", f"{key}.mixed_precision=bfloat16", f"{key}.max_steps=2")
+    settings = (f"{key}.path={data / file}", f"{key}.trainer_kwargs={{bf16:true}}", f"{key}.max_steps=2")
     assert main([stage, *settings, *QUIET, f"run_dir={tmp_path / 'run'}"]) == 0
     assert summary(tmp_path / "run")["steps"] == 2
     weights = load_file(tmp_path / "run" / "model" / "model.safetensors")
@@ -328,7 +328,7 @@ BAD = [
     ("sft", "sft.path={} sft.max_steps=0", [{"text": "1"}], ["sft.max_steps=0 is out of range", "-1"]),
     ("sft", "sft.path={} sft.max_lenght=9", [{"text": "1"}], ["did you mean sft.max_length?"]),
     ("sft", "sft.path={} model.path=./nowhere", [{"text": "1"}] * 2, ["model.path=./nowhere does not exist"]),
-    ("sft", "sft.path={} sft.mixed_precision=float16", [{"text": "1"}], ["float16 needs a GPU"]),
+    ("sft", "sft.path={} sft.trainer_kwargs={{fp16:true}}", [{"text": "1"}], ["fp16=true needs a GPU"]),
     (
         "sft",
         "sft.path={} checkpoint.resume=./no",
