@@ -157,7 +157,7 @@ def sweep(
     plan = plan_sweep([f"{key}={','.join(map(_text_of_choice, _choices(key, value)))}" for key, value in given.items()])
     folder = RUNS / "sweeps" / plan.folder_name
     with owned(folder):
-        if run_plan(plan, accept_changed) == 130:
+        if run_plan(plan, accept_changed) > 128:
             raise KeyboardInterrupt
     return Sweep(folder)
 

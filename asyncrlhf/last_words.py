@@ -12,15 +12,15 @@ from typing import Any
 
 # Signals that end a command in order, each with the one by which the process above passes it on. Numbers of real-time
 # signals come last, so that Python calls a handler of the first kind before one of the second.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PASSED_ON = {
-    getattr(signal, name): signal.SIGRTMIN + place
-    for place, name in enumerate(("SIGINT", "SIGTERM", "SIGHUP"), start=1)
-    if hasattr(signal, "SIGRTMIN")
+    number: signal.SIGRTMIN + place for place, number in enumerate(ENDING, start=1) if hasattr(signal, "SIGRTMIN")
 }
 SAME = 2.0  # seconds within which a signal passed on is one that this process got itself
 
 _pipe, _owner, _code = -1, 0, 0
 _seen: dict[int, float] = {}
+_last: int = signal.SIGINT
 
 
 def below(pipe: int) -> None:
@@ -47,7 +47,20 @@ def ended_with() -> int:
 
 def seen(number: int) -> None:
     """A handler of a signal says that it was called."""
-    _seen[number] = time.monotonic()
+    global _last
+    _seen[number], _last = time.monotonic(), number
+
+
+def none_seen() -> None:
+    """A command begins."""
+    global _last
+    _last = signal.SIGINT
+
+
+def by_signal() -> int:
+    """The exit code of a command that a signal ended, as of a shell: 128 and the number of the last signal. Also where
+    the user ended it in another way, which counts as Ctrl-C."""
+    return 128 + _last
 
 
 def _passed_on(number: int, frame: FrameType | None) -> None:

@@ -25,7 +25,7 @@ import torch
 import yaml
 
 from asyncrlhf.config.compose import load_config
-from asyncrlhf.config.run_config import CheckpointConfig
+from asyncrlhf.config.environment_config import CheckpointConfig
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
 from asyncrlhf.models.checkpoint_folder import load_tokenizer

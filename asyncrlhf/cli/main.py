@@ -17,6 +17,7 @@ from asyncrlhf import __version__
 from asyncrlhf.cli.parser import Parser
 from asyncrlhf.errors import AsyncRLHFError, full_disk
 from asyncrlhf.garbage import rare_collections
+from asyncrlhf.last_words import by_signal, none_seen
 from asyncrlhf.redaction import redact
 from asyncrlhf.validation import did_you_mean, typed_path
 
@@ -44,7 +45,7 @@ USAGE = """asyncrlhf: asynchronous off-policy RLHF
                                    straggler, templates, trl, weights
   asyncrlhf doctor [overrides]     check whether this machine can run `train` with these overrides
 
-Exit codes: 0 done, 1 a run failed, 2 wrong config or input, 130 interrupted."""
+Exit codes: 0 done, 1 a run failed, 2 wrong config or input, 130 interrupted, 128 + N ended by signal N."""
 
 
 def _report(arguments: Sequence[str]) -> int:
@@ -117,11 +118,12 @@ def _run(arguments: Sequence[str]) -> int:
         warnings.filterwarnings("ignore", category=SyntaxWarning)
     from asyncrlhf.orchestrator.start.interruption import like_ctrl_c
 
+    none_seen()
     try:
         with rare_collections(), like_ctrl_c():
             return _call(*COMMANDS[arguments[0]], arguments[1:])
     except KeyboardInterrupt:  # a second signal, or one after the command
-        return 130
+        return by_signal()
 
 
 def _call(module: str, function: str, arguments: Sequence[str]) -> int:
@@ -132,7 +134,7 @@ def _call(module: str, function: str, arguments: Sequence[str]) -> int:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
         print("asyncrlhf: interrupted.", file=sys.stderr)
-        return 130
+        return by_signal()
     except Exception as error:
         return ended_by(error)
 

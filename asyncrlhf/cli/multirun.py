@@ -20,6 +20,7 @@ from asyncrlhf.cli.one_run import draw, run
 from asyncrlhf.config.compose import CONFIG_NAME, compose_config, search_path_override, sweep_jobs
 from asyncrlhf.config.conversion import conf_folder, from_hydra, register_schema
 from asyncrlhf.errors import ContradictionError
+from asyncrlhf.last_words import by_signal
 from asyncrlhf.redaction import redact
 
 
@@ -93,14 +94,14 @@ def _one_job(config: DictConfig, output: Path, end: dict[str, Any]) -> None:
         print(f"Left out: {end['name']}: {error}")
         end["code"] = 0
     except KeyboardInterrupt:
-        end["code"] = 130
+        end["code"] = by_signal()
         raise
     except Exception as error:  # it is this job's end and no other's
         end["code"] = ended_by(error, f"{end['name']}: ", output)
     finally:
         with suppress(OSError):
             output.rmdir()  # Hydra's folder, empty if the job did not start
-    if end["code"] == 130:
+    if end["code"] > 128:
         raise KeyboardInterrupt
 
 

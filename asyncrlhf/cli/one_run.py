@@ -8,6 +8,7 @@ from pathlib import Path
 from asyncrlhf.cli.first_look import first_look
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import AsyncRLHFError, full_disk
+from asyncrlhf.last_words import by_signal
 from asyncrlhf.redaction import redact
 
 # Errors of drawing unforeseen figures or of full disks; the run itself is done and safe by then.
@@ -29,7 +30,7 @@ def run(config: RunConfig) -> int:
     print(plain_words(summary))
     if config.logging.report and summary["exit_reason"] == "done":
         print(draw([Path(summary["run_dir"])]))
-    return 130 if summary["exit_reason"] == "interrupted" else 0
+    return by_signal() if summary["exit_reason"] == "interrupted" else 0
 
 
 def draw(folders: Sequence[Path], out: Path | None = None) -> str:

@@ -27,6 +27,7 @@ MEMORY_EVENTS = ("/sys/fs/cgroup/memory.events", "/proc/vmstat")
 LEFT_SECONDS = 10.0  # for the child's processes to end after SIGKILL
 MOST_IDLE = 2  # attempts in a row without a step, after which none follows
 LONGEST_BACKOFF = 60.0  # seconds before an attempt; the first follows after one
+ENDS = (0, 2, *(128 + number for number in last_words.ENDING))  # exit codes after which no attempt follows
 LOOK_SECONDS = 1.0  # between two looks at the processes that the child needs
 GRACE_SECONDS = 5.0  # in which a child that lost one may end by itself
 NEEDED = {"gcs_server": "its control store (gcs_server)", "raylet": "its node process (raylet)"}
@@ -54,7 +55,7 @@ def above(command: Callable[[Sequence[str]], int], goes_on: bool) -> int:
         status = watched.wait({*heeded, signal.SIGCHLD}, heeded)
         told = watched.told
         code = int(told["ended"]) if "ended" in told else _speak_for(status, watched, _memory_kills() > kills)
-        if not (goes_on and told.get("restarts")) or code in (0, 2, 130) or "run_dir" not in told:
+        if not (goes_on and told.get("restarts")) or code in ENDS or "run_dir" not in told:
             return code
         now = _steps(Path(told["run_dir"]))
         spent, idle = (1, 0) if now > steps else (spent + 1, idle + 1)
@@ -64,8 +65,8 @@ def above(command: Callable[[Sequence[str]], int], goes_on: bool) -> int:
             return _said(f"no further attempt, since {why}", code)
         seconds = min(LONGEST_BACKOFF, 2.0**idle)
         _said(f"the next attempt begins in {seconds:g} s, after step {now}'s newest checkpoint", code)
-        if signal.sigtimedwait(heeded, seconds) is not None:
-            return _said("interrupted", 130)
+        if (got := signal.sigtimedwait(heeded, seconds)) is not None:
+            return _said("interrupted", 128 + got.si_signo)
         further = ["checkpoint.resume=auto", f"run_dir={told['run_dir']}"]
 
 

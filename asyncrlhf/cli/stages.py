@@ -18,6 +18,7 @@ from asyncrlhf.config.compose import changed, check_words, load_config
 from asyncrlhf.config.conversion import from_hydra
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.last_words import by_signal
 from asyncrlhf.records.read.settings import recorded_settings
 from asyncrlhf.redaction import hidden_settings
 from asyncrlhf.validation import typed_path
@@ -91,7 +92,7 @@ def _tell(summary: Mapping[str, Any], plain_words: Callable[[Mapping[str, Any]],
     stopped = f"Interrupted after {summary['steps']} steps; checkpoint.resume=auto continues."
     if os.environ.get("RANK", "0") == "0":
         print(plain_words(summary) if done else stopped)
-    return 0 if done else 130
+    return 0 if done else by_signal()
 
 
 def preferences(arguments: Sequence[str]) -> int:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from asyncrlhf.cli.first_look import first_look
 from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.last_words import by_signal
 from asyncrlhf.sweeps.plan import SweepPlan, plan_sweep
 from asyncrlhf.sweeps.record import SweepRecord, owned
 
@@ -29,7 +30,7 @@ HELP = """asyncrlhf sweep [overrides]: every combination of the choices, seed by
   --accept-changed         continue although code or data have changed since the finished jobs
 
 The same command continues an interrupted sweep: finished jobs are not run again.
-Exit codes: 0 all jobs done, 1 a job failed, 2 wrong config or input, 130 interrupted."""
+Exit codes: 0 all jobs done, 1 a job failed, 2 wrong config or input, 130 interrupted, 128 + N ended by signal N."""
 RUNS = Path("runs")
 
 
@@ -66,7 +67,7 @@ def run_plan(plan: SweepPlan, accept_changed: bool) -> int:
     try:
         Sweeper(plan, record, table).run()
     except KeyboardInterrupt:
-        code = 130
+        code = by_signal()
     finally:
         table.stop()
     states = Counter(job.state for job in record.jobs.values())

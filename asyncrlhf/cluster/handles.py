@@ -36,6 +36,7 @@ W_co = TypeVar("W_co", covariant=True)
 # that does not answer long before, within stall_timeout_seconds.
 LONG_SECONDS = 24 * 3600.0
 RECORD_WRITER = "the record writer"
+DRIVER = "the driver"  # this process, beside the parts
 
 
 # Takes what a part told of its time, and when the request left and its answer came, by the loop's clock.
@@ -262,6 +263,11 @@ class Runtime(Protocol):
         """One more replica, without weights, if ``max_replicas`` of a kind allows it and the machines have room; else
         None. ``present``: names of the run's replicas. Raises ReplicaError if it cannot start."""
         ...
+
+    async def leaving(self) -> dict[str, tuple[str, float]]:
+        """The parts, and ``DRIVER``, on nodes that go soon: by name the node and the seconds that it has left. The
+        default is for one machine."""
+        return {}
 
     async def fetch(self, payloads: Sequence[Payload]) -> list[Rollout]:
         """The rollouts behind references, with the arrays of their annotations."""

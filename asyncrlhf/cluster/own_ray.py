@@ -11,7 +11,8 @@ import os
 import signal
 import tempfile
 import threading
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import psutil
@@ -20,7 +21,7 @@ from ray._private import utils
 
 from asyncrlhf.cluster.forked_workers import ForkedWorkers
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.last_words import tell
+from asyncrlhf.last_words import ENDING, tell
 from asyncrlhf.scratch import Scratch
 
 # glibc gives freed memory back to the system after every step and takes it again page by page at the next; with these
@@ -55,6 +56,17 @@ def init(**options: Any) -> None:
         renew_handlers()
 
 
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Processes that start meanwhile are deaf to the signals by which SLURM warns all processes of a job's step: only
+    the driver acts on them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def shut_down() -> None:
     """``ray.shutdown``, after which signals have the same effect as before: Ray would leave SIGTERM to the system."""
     tell(needs={})
@@ -65,7 +77,7 @@ def shut_down() -> None:
 def renew_handlers() -> None:
     """Install Python's handlers of signals again where a library has replaced what the system calls."""
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in ENDING:
             signal.signal(number, signal.getsignal(number))
 
 
@@ -80,7 +92,8 @@ class OwnRay:
         for name, value in (END_WITH_ACTORS, NO_TASK_EVENTS, NO_WORKERS_AHEAD, *MALLOC.items()):
             os.environ.setdefault(name, value)  # inherited by Ray's processes
         self.size = (cpus, store)
-        self._workers = ForkedWorkers()
+        with _deaf():
+            self._workers = ForkedWorkers()
         self._scratch = _folder()
         options = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR, **options}
         if self._scratch:
@@ -88,6 +101,7 @@ class OwnRay:
         before = set(psutil.Process().children(recursive=True))
         try:
             with (
+                _deaf(),
                 self._workers.serving(),
                 self._scratch.of_processes() if self._scratch else nullcontext(),
             ):

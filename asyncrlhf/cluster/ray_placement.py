@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import time
 from collections.abc import Iterable
@@ -11,6 +12,7 @@ from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node  # vLLM uses it too; the public API gives only sums
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -33,10 +35,21 @@ def knock(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_SECONDS).close()
 
 
+def draining_nodes() -> dict[str, float]:
+    """The nodes that Ray drains, where it starts nothing any more, with the seconds until they go; none if Ray does not
+    answer."""
+    try:
+        worker: Any = ray._private.worker.global_worker
+        found = worker.gcs_client.get_draining_nodes(timeout=KNOCK_SECONDS)
+    except RayError:
+        return {}
+    return {node: max(0.0, at / 1000 - time.time()) if at else math.inf for node, at in found.items()}
+
+
 def ray_nodes() -> list[Node]:
-    """The living nodes of the Ray that this process is connected to."""
-    free = available_resources_per_node()
-    alive = [node for node in ray.nodes() if node["Alive"]]
+    """The living nodes of the Ray that this process is connected to, without those that it drains."""
+    free, drained = available_resources_per_node(), draining_nodes()
+    alive = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in drained]
     return [Node(n["NodeID"], n["Resources"], free.get(n["NodeID"], {}), n.get("Labels") or {}) for n in alive]
 
 
@@ -105,10 +118,11 @@ class Placer:
         return shortage(extra, [node for node in _free_nodes() if node.node_id not in kept]) is None
 
     def stands(self, part: str) -> bool:
-        """Whether the part's devices exist and are free; they are gone if their node died."""
+        """Whether the part's devices exist and are free; they are gone if their node died, or is drained."""
         seat = self.plan.seats[part]
         if seat.group:
-            return str(placement_group_table(self._groups[seat.group])["state"]) == "CREATED"
+            table = placement_group_table(self._groups[seat.group])
+            return str(table["state"]) == "CREATED" and not self._is_drained(seat.group)
         return shortage(Plan(self.plan.placement, loose={part: seat}), _free_nodes()) is None
 
     async def renew(self, part: str) -> None:
@@ -119,9 +133,24 @@ class Placer:
         sides = {side for side, nodes in self._apart.items() if not nodes <= alive}
         self._anywhere |= sides
         self._apart = {side: nodes for side, nodes in self._apart.items() if side not in sides}
-        if found and found[0].side in self._anywhere and not await asyncio.to_thread(self.stands, part):
+        bound = bool(found) and (found[0].side in self._anywhere or await asyncio.to_thread(self._may_move, found[0]))
+        if bound and not await asyncio.to_thread(self.stands, part):
             remove_placement_group(self._groups[found[0].name])
             await self._create(found)
+
+    def _is_drained(self, group: str) -> bool:
+        """Whether one of the group's nodes is drained."""
+        return (
+            not draining_nodes()
+            .keys()
+            .isdisjoint(placement_group_table(self._groups[group])["bundles_to_node_id"].values())
+        )
+
+    def _may_move(self, group: DeviceGroup) -> bool:
+        """Whether Ray drains a node of the group, which leaves it there, and other nodes have room for it now."""
+        kept = frozenset().union(*(nodes for side, nodes in self._apart.items() if side != group.side))
+        rest = [node for node in _free_nodes() if node.node_id not in kept]
+        return self._is_drained(group.name) and shortage(replace(self.plan, groups=(group,), loose={}), rest) is None
 
     async def _create(self, groups: Iterable[DeviceGroup]) -> None:
         fresh = {group.name: group for group in groups}

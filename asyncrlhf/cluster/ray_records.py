@@ -38,6 +38,10 @@ class RayRecords:
         self._unanswered: set[Future[None]] = set()
         self._looking = asyncio.Lock()
 
+    def begin(self) -> None:
+        """Start the actor now: on a node that Ray drains it would not start any more."""
+        self._there()
+
     def write_part(self, target: Path, rows: Sequence[RolloutRow], payloads: Sequence[Payload | None]) -> Future[None]:
         """As :meth:`~asyncrlhf.cluster.handles.Runtime.write_part`."""
         found, references = addressed([Payload(p.ref, p.index) for p in payloads if p is not None])

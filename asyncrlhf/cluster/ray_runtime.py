@@ -21,14 +21,21 @@ from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.messages import RolloutBundle, resolved
 from asyncrlhf.actors.where import available_cores, keep_to, split_cores
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker
-from asyncrlhf.cluster.handles import LONG_SECONDS, AnnotatorHandle, EpisodesHandle, GeneratorHandle, Runtime
+from asyncrlhf.cluster.handles import DRIVER, LONG_SECONDS, AnnotatorHandle, EpisodesHandle, GeneratorHandle, Runtime
 from asyncrlhf.cluster.nodes import this_machine
 from asyncrlhf.cluster.own_ray import MALLOC, OwnRay, give_back, init, is_kept, lend, shut_down
 from asyncrlhf.cluster.placement import Plan, Specs, first_turn, generator_part, make_plan, parts_of
 from asyncrlhf.cluster.ray_calls import ask
 from asyncrlhf.cluster.ray_episodes import RayEpisodes
 from asyncrlhf.cluster.ray_handles import RayAnnotator, RayGenerator, RayLearner, addressed
-from asyncrlhf.cluster.ray_placement import Placer, free_in_ray, knock, ray_nodes, wait_for_true_nodes
+from asyncrlhf.cluster.ray_placement import (
+    Placer,
+    draining_nodes,
+    free_in_ray,
+    knock,
+    ray_nodes,
+    wait_for_true_nodes,
+)
 from asyncrlhf.cluster.ray_records import RayRecords
 from asyncrlhf.config.environment_config import ClusterConfig, RayConfig
 from asyncrlhf.errors import ConfigError, ReplicaError
@@ -142,6 +149,8 @@ class RayRuntime(Runtime):
             await self._until_ready([*parts, *self.generators])
         if nodes > 1:
             await self._check_run_dir()
+        if self._config.cluster:
+            self.records.begin()
         await self._set_cores_aside()
         self._endpoint = await self.learner.listen()
 
@@ -332,6 +341,21 @@ class RayRuntime(Runtime):
         if spec.name in self.plan.seats:
             return self._placer.stands(spec.name)
         return self._placer.has_room(generator_part(spec, self._cluster))
+
+    async def leaving(self) -> dict[str, tuple[str, float]]:
+        """The parts on nodes of the cluster that Ray drains, each with its node and the seconds until that goes; the
+        driver's node is that of ``DRIVER``."""
+        return await asyncio.to_thread(self._leaving) if self._config.cluster else {}
+
+    def _leaving(self) -> dict[str, tuple[str, float]]:
+        drained = draining_nodes()
+        if not drained:
+            return {}
+        places = {DRIVER: ray.get_runtime_context().get_node_id()}
+        for part in self.parts():
+            told = ray._private.state.actors(part.actor._actor_id.hex())  # type: ignore[attr-defined]
+            places[part.name] = (told.get("Address") or {}).get("NodeID", "")
+        return {name: (node, drained[node]) for name, node in places.items() if node in drained}
 
     async def fetch(self, payloads: Sequence[Payload]) -> list[Rollout]:
         addresses, references = addressed(payloads)

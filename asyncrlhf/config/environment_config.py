@@ -1,5 +1,5 @@
-"""Settings of a run's environment: ``cluster.*`` (which parts share devices), ``ray.*`` (which Ray), and ``logging.*``
-(what is recorded and shown)."""
+"""Settings of a run's environment: ``cluster.*`` (which parts share devices), ``ray.*`` (which Ray), ``logging.*``
+(what is recorded and shown), and ``checkpoint.*`` (when it is saved)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrlhf.validation import MONTH, check, check_choice, check_keywords, check_settings, setting
+from asyncrlhf.validation import MONTH, check, check_choice, check_keywords, check_path, check_settings, setting
 
 PLACEMENTS = ("auto", "flatten", "interleave", "one_gpu", "separate")
 WANDB_MODES = ("offline", "online", "disabled")
@@ -151,3 +151,33 @@ class LoggingConfig:
     def active_sinks(self) -> list[str]:
         """The ``sinks`` that are switched on."""
         return [sink for sink in self.sinks if sink != "wandb" or self.wandb != "disabled"]
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When a run is saved, and what it resumes from."""
+
+    every: int = setting(
+        0, "Learner steps between two checkpoints; 0: only at the end and an interruption.", low=0, common=True
+    )
+    at_end: bool | None = setting(
+        None,
+        "every=0: whether a finished run leaves a checkpoint, with its model; null: yes, except for jobs of a sweep.",
+    )
+    keep: int = setting(2, "Number of newest checkpoints to keep.", low=1)
+    notice_seconds: float = setting(
+        30.0,
+        "Seconds for the last checkpoint after SIGTERM, SIGUSR1, SIGUSR2, a file `stop` in the run's folder, or when "
+        "Ray drains the driver's node.",
+        low=1,
+        high=MONTH,
+    )
+    resume: str = setting(
+        "no", "What the run resumes from: no, auto (the newest there is), or a checkpoint's folder.", common=True
+    )
+
+    def __post_init__(self) -> None:
+        check_settings("checkpoint", self)
+        check_path("checkpoint.resume", self.resume)
+        object.__setattr__(self, "resume", os.path.expanduser(self.resume))
+        check(self.resume, "checkpoint.resume is empty; allowed: no, auto, or the folder of a checkpoint.")

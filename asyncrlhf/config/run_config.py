@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
 from asyncrlhf.buffer.checks import validate_flow
-from asyncrlhf.config.environment_config import ClusterConfig, LoggingConfig, RayConfig
+from asyncrlhf.config.environment_config import CheckpointConfig, ClusterConfig, LoggingConfig, RayConfig
 from asyncrlhf.config.stage_config import EvaluationConfig, PreferencesConfig, RewardTrainingConfig, SftConfig
 from asyncrlhf.config.sweep_config import SweepConfig
 from asyncrlhf.data.data_config import LoraConfig, ModelConfig, TaskConfig
@@ -19,29 +19,6 @@ from asyncrlhf.learner.settings.learner_config import CriticConfig, LearnerConfi
 from asyncrlhf.rewards.reward_config import FusionConfig, RewardConfig
 from asyncrlhf.transport.weights_config import Tolerance, WeightsConfig, choose_tolerance
 from asyncrlhf.validation import MONTH, check, check_folder_name, check_path, check_settings, group, setting
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """When a run is saved, and what it resumes from."""
-
-    every: int = setting(
-        0, "Learner steps between two checkpoints; 0: only at the end and an interruption.", low=0, common=True
-    )
-    at_end: bool | None = setting(
-        None,
-        "every=0: whether a finished run leaves a checkpoint, with its model; null: yes, except for jobs of a sweep.",
-    )
-    keep: int = setting(2, "Number of newest checkpoints to keep.", low=1)
-    resume: str = setting(
-        "no", "What the run resumes from: no, auto (the newest there is), or a checkpoint's folder.", common=True
-    )
-
-    def __post_init__(self) -> None:
-        check_settings("checkpoint", self)
-        check_path("checkpoint.resume", self.resume)
-        object.__setattr__(self, "resume", os.path.expanduser(self.resume))
-        check(self.resume, "checkpoint.resume is empty; allowed: no, auto, or the folder of a checkpoint.")
 
 
 @dataclass(frozen=True)

@@ -140,17 +140,16 @@ class Controller:
         self._ended: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
         self._starting: asyncio.Task[Any] | None = None  # until the first weights are published
 
-    def stop(self) -> str:
-        """End the run after the step under way, with a checkpoint (the first Ctrl-C). An evaluation is cancelled. A run
-        that is still starting is cancelled without a checkpoint. Returns a sentence that says which."""
+    def stop(self, limit: str) -> str:
+        """End the run after the step under way, with a checkpoint within ``limit`` (the first Ctrl-C). An evaluation is
+        cancelled, and a run that is still starting, without a checkpoint. Returns a sentence that says which."""
         self.state.stopping = True
         if self._starting is not None:
             self._starting.cancel()
             return "Stopping while the run starts: no step was trained, and no checkpoint is written."
         self._bookkeeping.give_up_evaluation()
         self.state.changed.notify()
-        seconds = self.config.stall_timeout_seconds
-        return f"Finishing the step under way and writing a checkpoint within stall_timeout_seconds={seconds:g}."
+        return f"Finishing the step under way and writing a checkpoint within {limit}."
 
     async def run(self) -> Outcome:
         """Run to the end. Raises the error of a loop that failed, or CancelledError when a signal ended the run early;
@@ -239,7 +238,7 @@ class Controller:
         self._doing("trains")
         if any(kind.config.max_replicas for kind in replica_kinds(self.config.generator)):
             self._spawn(recovery.grow(), "growth")
-        dispatcher = Dispatcher(self.state, self._source, self._sampling, self._episodes)
+        dispatcher = Dispatcher(self.state, self._source, self._sampling, self._publisher.pulls, self._episodes)
         self._spawn(dispatcher.run(), "dispatch")
         for annotator in self._annotators:
             for number, worker in enumerate(annotator.workers):

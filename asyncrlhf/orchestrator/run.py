@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from asyncrlhf.buffer.ledger import Ledger
 from asyncrlhf.cluster.clock import run_virtual
-from asyncrlhf.cluster.handles import within
+from asyncrlhf.cluster.handles import Runtime, within
 from asyncrlhf.cluster.parts import build_runtime, check_episodes, service_notes
 from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.config.run_config import RunConfig
@@ -33,9 +33,10 @@ from asyncrlhf.models.checkpoint_notes import checkpoint_notes
 from asyncrlhf.models.pretrained import check_model, check_routers
 from asyncrlhf.models.vocabulary import check_prompts, end_tokens, sampled_vocabulary
 from asyncrlhf.orchestrator.controller import Controller, Outcome, build_state
+from asyncrlhf.orchestrator.drains import Drains
 from asyncrlhf.orchestrator.recording.resume import try_on
 from asyncrlhf.orchestrator.rollouts.heldout import HeldOut, evaluation_sets
-from asyncrlhf.orchestrator.start.interruption import in_order, like_ctrl_c
+from asyncrlhf.orchestrator.start.interruption import STOP_FILE, by_file, in_order, like_ctrl_c
 from asyncrlhf.orchestrator.start.origin import Origin, find_origin
 from asyncrlhf.orchestrator.start.preflight import (
     ERROR_FILE,
@@ -299,17 +300,48 @@ class _Job:
             saved=prepared.saved,
         )
         try:
-            with (
-                in_order(controller.stop, self._view.message),
-                StatusFile(prepared.run_dir, controller.supervisor.status),
-            ):
-                outcome = await controller.run()
+            with StatusFile(prepared.run_dir, controller.supervisor.status):
+                outcome = await self._until_told(controller, runtime)
         finally:
             self._taking_turns = runtime.sharing
             await self._close(controller.close, runtime.close)
         if self.failures:
             raise self.failures.pop(0)
         return outcome
+
+    async def _until_told(self, controller: Controller, runtime: Runtime) -> Outcome:
+        """Run to the end, or until a signal, a file or Ray says that it must end. After a notice the run is cancelled
+        if its last checkpoint is not written in time."""
+        config, say = self._prepared.config, self._view.message
+        seconds, stall = config.checkpoint.notice_seconds, config.stall_timeout_seconds
+
+        def stop(notice: bool) -> str:
+            if not notice:
+                return controller.stop(f"stall_timeout_seconds={stall:g}")
+            if limit.when() is None:
+                limit.reschedule(asyncio.get_running_loop().time() + seconds)
+            return controller.stop(f"checkpoint.notice_seconds={seconds:g}")
+
+        def by_name() -> None:
+            say(f"The run's folder holds a file {STOP_FILE}. {stop(True)}")
+
+        drains = Drains(controller.state, runtime, controller.supervisor.save, partial(stop, True))
+        if config.runtime == "ray" and config.ray.cluster:
+            controller.supervisor.more.append(drains.watch)
+        try:
+            async with asyncio.timeout(None) as limit:
+                with in_order(stop, say), by_file(self._prepared.run_dir, by_name):
+                    return await controller.run()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+        state, waits = controller.state, controller.supervisor.sentences()
+        newest = f"the newest one is of step {state.saved_version}" if state.saved_version else "there is no other"
+        say(
+            f"No checkpoint of step {state.version} could be written within checkpoint.notice_seconds={seconds:g}; "
+            f"{newest}. {waits[0]}"
+        )
+        raise asyncio.CancelledError
 
     async def _close(self, *closes: Callable[[], Awaitable[None]]) -> None:
         """Close all parts, even if some fail; collect their errors, which must not hide the run's own."""

@@ -40,6 +40,7 @@ class Replica:
     expected: dict[int, float] = field(default_factory=dict)  # episodes whose first turn it has a slot for, since when
     ahead: int = 0  # of them, those without one: it samples others until they come
     draining: bool = False
+    leaving: bool = False  # its node goes soon
     alive: bool = True
     restarts: int = 0
     cause: str = ""  # of its last death
@@ -53,7 +54,7 @@ class Replica:
 
     @property
     def takes_work(self) -> bool:
-        return self.alive and not self.draining and self.version >= 0
+        return self.alive and not (self.draining or self.leaving) and self.version >= 0
 
     @property
     def free_slots(self) -> int:

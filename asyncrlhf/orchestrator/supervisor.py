@@ -17,7 +17,7 @@ generator makes, also for an evaluation: a slow part is never replaced. Starts h
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,7 @@ class Supervisor:
     calls: Calls = field(default_factory=Calls)
     learn: LearnLoop | None = None
     doing: str = "starts"
+    more: list[Callable[[], Coroutine[Any, Any, None]]] = field(default_factory=list)  # loops to run beside its own
     _beats: dict[str, tuple[float, float]] = field(default_factory=dict)  # by generator: its beat, and since when
     _asked: dict[str, float] = field(default_factory=dict)  # by part: time of its last ping
     _checks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -70,13 +71,17 @@ class Supervisor:
 
     async def watch(self) -> None:
         """Check in a loop; raises StallError if the run stands still and no part is left to replace."""
+        loops = [asyncio.create_task(loop) for loop in (self._keep_looking(), *(more() for more in self.more))]
         try:
-            while True:
-                await asyncio.sleep(self.limit / LOOKS)
-                self._look()
+            await asyncio.gather(*loops)
         finally:
-            for check in self._checks:
-                check.cancel()
+            for task in (*loops, *self._checks):
+                task.cancel()
+
+    async def _keep_looking(self) -> None:
+        while True:
+            await asyncio.sleep(self.limit / LOOKS)
+            self._look()
 
     def _look(self) -> None:
         self._feel_beats()
@@ -253,6 +258,11 @@ class Supervisor:
         if not played:
             return ""
         return f" Its episodes{_some(played)} were waiting for {self._environment}, which may block its event loop."
+
+    def save(self) -> None:
+        """Ask for a checkpoint out of turn, where the learner is at its steps."""
+        if self.learn is not None:
+            self.learn.bookkeeping.asked = True
 
     def status(self) -> dict[str, Any]:
         """The run's present state for ``asyncrlhf status``, in JSON types."""

@@ -51,13 +51,6 @@ def limit_memory_and_files(memory_gb: float, file_bytes: int) -> None:
     _limit(resource.RLIMIT_CORE, 0)
 
 
-def begin_call(config: SandboxConfig) -> None:
-    """Start the CPU limit of one call."""
-    if config.cpu_seconds:
-        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + config.cpu_seconds) + 1, hard))
-
-
 def _limit(kind: int, value: int) -> None:
     """Lower a limit permanently; 0 means no limit, except for core dumps."""
     _, hard = resource.getrlimit(kind)

@@ -19,7 +19,7 @@ from asyncrlhf.rewards.program_child import OUTPUT_BYTES
 from asyncrlhf.rewards.reward_config import SandboxConfig
 from asyncrlhf.rewards.sandbox import LOOK_SECONDS, descendants, environment
 
-LIMITS = SandboxConfig(cpu_seconds=0.0, memory_gb=2.0, processes=16, network=False)
+LIMITS = SandboxConfig(memory_gb=2.0, processes=16, network=False)
 OWN = 2  # of the processes below ours, those that are not the program's
 MOST_READ, LAST_READ = 2**20, 2**14  # bytes of what it printed, and of its errors' end
 MOST_SAID = 1000  # characters of an error

@@ -130,7 +130,6 @@ class HttpConfig:
 class SandboxConfig:
     """Limits of the process of a reward function (kind=python). Each process that it starts has the same limits."""
 
-    cpu_seconds: float = setting(600.0, "CPU seconds of one call; 0: no limit.", low=0, high=MONTH)
     memory_gb: float = setting(
         64.0,
         "Address space of a process, in GiB, with libraries and reserved memory; 0: no limit.",

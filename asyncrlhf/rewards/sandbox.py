@@ -179,8 +179,6 @@ class _Child:
             code = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             return "it closed its connection"
-        if code == -signal.SIGXCPU:
-            return f"it used reward.sandbox.cpu_seconds={self._limits.cpu_seconds:g} of CPU"
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.plugins import load_function
-from asyncrlhf.rewards.confinement import begin_call, confine, end_with_the_parent, guard
+from asyncrlhf.rewards.confinement import confine, end_with_the_parent, guard
 from asyncrlhf.rewards.guard import CallLog, WrongCountError, call_function
 from asyncrlhf.rewards.reward_config import SandboxConfig
 
@@ -46,7 +46,6 @@ def main(descriptor: int, key: str, target: str, folder: str, limits: SandboxCon
             except EOFError:
                 return
             tell()
-            begin_call(limits)
             try:
                 log = CallLog(len(columns["prompts"]))
                 scores = call_function(function, columns, log)

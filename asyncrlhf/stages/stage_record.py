@@ -20,8 +20,9 @@ from transformers import TrainerCallback
 from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.checkpoint_manifest import check_manifest, read_json, write_manifest
+from asyncrlhf.last_words import ENDING, seen
 from asyncrlhf.orchestrator.run import new_run_dir
-from asyncrlhf.orchestrator.start.interruption import NUMBERS
+from asyncrlhf.orchestrator.start.interruption import asked_to_stop
 from asyncrlhf.records.show.sinks import Sinks, check_sinks
 from asyncrlhf.records.show.summary import environment
 from asyncrlhf.records.write.checkpoint import FOLDER
@@ -115,7 +116,8 @@ class StageRecord(TrainerCallback):
             self.log({"step": state.global_step, **row}, state.max_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.interrupted:
+        if self.interrupted or (not torch.distributed.is_initialized() and asked_to_stop(self.run_dir)):
+            self.interrupted = True
             control.should_training_stop = control.should_save = True
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -130,14 +132,15 @@ class StageRecord(TrainerCallback):
     def stopped_in_order(self) -> Iterator[None]:
         """In this context the first signal (Ctrl-C) ends the run after the present step, with a checkpoint, a second
         one at once. A signal that the process was started to ignore stays ignored."""
-        before = {number: signal.getsignal(number) for number in NUMBERS}
+        before = {number: signal.getsignal(number) for number in ENDING}
         before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
 
         def restore() -> None:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-        def first(*_: Any) -> None:
+        def first(number: int, _: Any) -> None:
+            seen(number)
             self.interrupted = True
             restore()
             self.message("Finishing the step under way and writing a checkpoint; Ctrl-C again ends at once.")

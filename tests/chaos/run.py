@@ -37,6 +37,7 @@ os.environ.update(
 import psutil
 
 from asyncrlhf.cluster.own_ray import OwnRay
+from asyncrlhf.last_words import ENDING
 from asyncrlhf.records.write.checkpoint import list_checkpoints
 from asyncrlhf.records.write.journal import JOURNAL_FILE
 from tests.chaos.injection import STALL_SECONDS, Case, child, draw_case
@@ -298,7 +299,7 @@ def true_cause(case: Case, struck: dict[str, Any], code: int, reason: str) -> bo
     if "is out of range" in reason:
         return False  # the case's own settings: nothing was tried
     if case.part == "driver":
-        return (case.kind, code) in (("kill", -9), ("interrupt", 130))
+        return (case.kind, code) in (("kill", -9), *(("interrupt", 128 + number) for number in ENDING))
     started = case.moment != BUILDING if case.moment else case.at >= 0
     if case.runtime == "ray" and started and case.kind in ("kill", "freeze", "freeze a while", "slow"):
         return False  # every part but the driver is replaced

@@ -27,7 +27,7 @@ from asyncrlhf.records.write.run_lock import RunLock
 from tests.loop import FAKE, run
 
 ROOT = Path(__file__).resolve().parents[2]
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def signalled(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, *numbers: int, call: int = 1) -> None:
@@ -89,7 +89,7 @@ def test_a_signal_while_the_run_starts_ends_it_and_says_that_nothing_was_trained
 ) -> None:
     signalled(monkeypatch, LocalRuntime, "start", signal.SIGTERM)
     words = [*FAKE, f"run_dir={tmp_path}", "runtime=local", "logging.wandb=disabled", "logging.progress=plain"]
-    assert main(["train", *words]) == 130
+    assert main(["train", *words]) == 128 + signal.SIGTERM
     said = capsys.readouterr()
     assert "no step was trained, and no checkpoint is written" in " ".join(said.out.split())
     assert said.err == "asyncrlhf: interrupted.\n"
@@ -235,4 +235,4 @@ def test_a_signal_during_the_imports_ends_in_a_word_and_its_exit_code(tmp_path: 
     assert "Loading PyTorch" in process.stdout.readline()
     process.send_signal(number)
     _, said = process.communicate(timeout=100)
-    assert process.returncode == 130 and said.splitlines()[-1] == "asyncrlhf: interrupted.", said
+    assert process.returncode == 128 + number and said.splitlines()[-1] == "asyncrlhf: interrupted.", said

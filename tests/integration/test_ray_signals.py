@@ -46,7 +46,7 @@ def test_a_signal_while_ray_starts_ends_the_run_in_order(tmp_path: Path) -> None
     begun = in_rays_start(process)
     process.send_signal(signal.SIGTERM)
     out, said = process.communicate(timeout=SECONDS)
-    assert process.returncode == 130 and said.splitlines()[-1] == "asyncrlhf: interrupted.", said
+    assert process.returncode == 128 + signal.SIGTERM and said.splitlines()[-1] == "asyncrlhf: interrupted.", said
     assert json.loads((run_dir / "summary.json").read_text())["exit_reason"] == "interrupted"
     assert not (run_dir / "error.txt").exists()
     assert "no step was trained" in " ".join(out.split()) and "Loading the model" not in out, out

@@ -226,7 +226,7 @@ def test_an_interrupted_stage_goes_on_to_the_same_weights(
 
     with monkeypatch.context() as patch:
         patch.setattr(StageRecord, "log", interrupt)
-        assert main(["sft", *settings, *QUIET, f"run_dir={data}/cut"]) == 130
+        assert main(["sft", *settings, *QUIET, f"run_dir={data}/cut"]) == 128 + signal.SIGHUP
     stopped = summary(data / "cut")
     assert stopped["exit_reason"] == "interrupted" and 3 <= stopped["steps"] <= 4
     assert not (data / "cut" / "model").exists() and "checkpoint.resume=auto" in capsys.readouterr().out

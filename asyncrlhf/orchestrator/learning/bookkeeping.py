@@ -47,6 +47,8 @@ class Bookkeeping:
     view: RunView
     measured: list[dict[str, float]] = field(default_factory=list)
     saved: int | None = None  # the step of the newest checkpoint
+    asked: bool = False  # to write one out of turn, after the step under way
+    _asked_step: int = -1
     _asking: asyncio.Task[Measured | None] | None = None  # an evaluation under way
     _writing: asyncio.Task[None] | None = None  # the newest checkpoint
     _committing: bool = False  # the thread that gives it its name has begun
@@ -55,10 +57,16 @@ class Bookkeeping:
     _since: float = 0.0
 
     def is_boundary(self, step: int) -> bool:
-        """Whether the next step must wait for the evaluation or checkpoint of ``step``, which read its weights."""
+        """Whether the next step must wait for the evaluation or checkpoint of ``step``, which read its weights. Asked
+        once a step: a checkpoint out of turn falls on this one."""
         config = self.state.config
-        due = self._falls_on(step, config.evaluates_every) or self._falls_on(step, config.checkpoint.every)
-        return due or step == config.steps
+        if self.asked:
+            self.asked, self._asked_step = False, step
+        return self._falls_on(step, config.evaluates_every) or self._saves(step) or step == config.steps
+
+    def _saves(self, step: int) -> bool:
+        regular = self._falls_on(step, self.state.config.checkpoint.every)
+        return regular or step == self._asked_step < self.state.config.steps
 
     def _falls_on(self, step: int, every: int) -> bool:
         """Whether ``step`` is a multiple of ``every``. Not for the last step: the run's end evaluates and saves it."""
@@ -85,7 +93,7 @@ class Bookkeeping:
         self.state.ledger.check()
         if self._writing is not None and self._writing.done():
             await self.settle()  # raises its error now
-        if self._falls_on(step, self.state.config.checkpoint.every):
+        if self._saves(step):
             self._begin("checkpoint")
             await self.save()
 
@@ -103,6 +111,8 @@ class Bookkeeping:
         evaluation was cancelled because the run is stopping."""
         if self.state.stopping:
             return None
+        if self.publisher.pulls.on:  # else replicas would be measured that have not loaded these weights yet
+            await self.publisher.idle()
         # A share for a replica that is held back would have the run wait for it alone.
         brisk = [r for r in self.state.replicas if r.alive and not r.pace.held_back]
         asked = brisk or self.state.replicas

@@ -16,6 +16,7 @@ from asyncrlhf.data.number_formats import cpu_has_bfloat16
 from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig, replica_kinds
 from asyncrlhf.engines.vllm.memory_share import blank_model
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.orchestrator.start.interruption import STOP_FILE
 from asyncrlhf.records.write.attempts import ATTEMPTS_FILE
 from asyncrlhf.records.write.checkpoint import FOLDER
 from asyncrlhf.records.write.journal import JOURNAL_FILE
@@ -116,7 +117,7 @@ def gpu_notes(config: RunConfig) -> list[str]:
 
 def check_places(run_dir: Path) -> None:
     """Refuse a run's folder in which the name of a file that the run writes is a folder's, or the reverse."""
-    for name in FILES:
+    for name in (*FILES, STOP_FILE):
         check(not (run_dir / name).is_dir(), f"run_dir={run_dir} cannot be used: its {name} is a folder, and no file.")
     for name in FOLDERS:
         path = run_dir / name
