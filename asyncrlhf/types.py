@@ -119,6 +119,7 @@ class Rollout:
     messages: tuple[Mapping[str, Any], ...] = ()  # of an episode: what was sampled and observed after the prompt
     environment: Mapping[str, Any] | None = None  # plain attributes of a user's environment at the episode's end
     forks: tuple[Fork, ...] = ()  # of an episode, in the order of their starts
+    measured: Mapping[str, float] = field(default_factory=dict)  # by its engine, such as what a smaller cache does
 
     @property
     def sampled(self) -> NDArray[np.bool_]:

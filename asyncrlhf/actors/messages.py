@@ -31,14 +31,15 @@ ARRAYS = (
 )  # fmt: skip
 FACTS = (
     "rollout_id", "group_id", "finish_reason", "response_text", "generator_id", "critic_version", "epoch", "tag",
-    "turns", "episode_reward", "messages", "environment", "forks",
+    "turns", "episode_reward", "messages", "environment", "forks", "measured",
 )  # fmt: skip
-# What a replica tells of a finished rollout: these four, and the first fields of a RolloutInfo, up to its payload.
+# What a replica tells of a finished rollout: these five, and the first fields of a RolloutInfo, up to its payload.
 _told = attrgetter(
     "epoch",
     "tag",
     "observed_length",
     "episode",
+    "logged",
     *takewhile(lambda name: name != "payload", (own.name for own in fields(RolloutInfo))),
 )
 # Of a turn's request, in the order of its fields.
@@ -78,8 +79,16 @@ def told_infos(infos: Iterable[RolloutInfo]) -> tuple[Any, ...]:
 def infos_of(told: Iterable[Sequence[Any]]) -> list[RolloutInfo]:
     """The inverse of :func:`told_infos`; the payload's index is the place."""
     return [
-        RolloutInfo(*own, payload=Payload(None, i), epoch=epoch, tag=tag, observed_length=observed, episode=episode)  # type: ignore[misc]
-        for i, (epoch, tag, observed, episode, *own) in enumerate(told)
+        RolloutInfo(  # type: ignore[misc]
+            *own,
+            payload=Payload(None, i),
+            epoch=epoch,
+            tag=tag,
+            observed_length=observed,
+            episode=episode,
+            logged=logged,
+        )
+        for i, (epoch, tag, observed, episode, logged, *own) in enumerate(told)
     ]
 
 

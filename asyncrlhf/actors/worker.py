@@ -156,6 +156,7 @@ def describe(rollouts: Sequence[Rollout]) -> list[RolloutInfo]:
             tag=r.tag,
             observed_length=len(r.response_ids) - sampled,
             episode=_episode(r) if r.turns else None,
+            logged=r.measured,
         )
         for i, r in enumerate(rollouts)
     ]

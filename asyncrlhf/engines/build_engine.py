@@ -45,6 +45,14 @@ def build_engine(
     else:
         from asyncrlhf.engines.hf.hf_engine import HFEngine
 
-        engine = HFEngine(load_model(model), offloads=offloads, routes=routes, sampled=vocab_size, **common)
+        engine = HFEngine(
+            load_model(model),
+            offloads=offloads,
+            routes=routes,
+            sampled=vocab_size,
+            cache=config.kept,
+            longest=config.max_completion_length,
+            **common,
+        )
     engine.decode = decode
     return engine

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from asyncrlhf.engines.cache_config import CacheConfig, read_cache
 from asyncrlhf.engines.vllm_keywords import check_known
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.validation import DAY, check, check_keywords, check_range, check_settings, group, overlay, setting
@@ -194,6 +195,11 @@ class GeneratorConfig:
     )
     stop: list[str] = setting([], "Texts that end a response.")
     generation_kwargs: Any = setting(None, "engine=vllm: more keywords of vLLM's SamplingParams, by name.")
+    cache: Any = setting(
+        "full",
+        "engine=hf: keys and values that stay: full, window, heavy_hitters, separators, chunk_sink, or a mapping like "
+        "{policy: chunk_sink, share: 0.25, window: 16, every: 8, keep: first}.",
+    )
     threads: int = setting(
         1, "CPU threads of one replica, shared by its vLLM workers; 0 is Ray's choice.", low=0, high=MAX_THREADS
     )
@@ -224,6 +230,15 @@ class GeneratorConfig:
                 f"generator.generation_kwargs.{name} has its own setting: generator.{name}, or those of the run.",
             )
         check_known("generator.generation_kwargs", self.generation_kwargs or (), "SamplingParams")
+        check(
+            self.kept is None or self.engine == "hf",
+            f"generator.cache={self.cache} needs generator.engine=hf; {self.engine} keeps every token.",
+        )
+
+    @property
+    def kept(self) -> CacheConfig | None:
+        """Which keys and values stay; None: all."""
+        return read_cache(self.cache, self.max_completion_length)
 
     @property
     def truncated(self) -> bool:

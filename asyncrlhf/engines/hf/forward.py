@@ -7,15 +7,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
 
-from asyncrlhf.engines.hf.kv_cache import ForwardPlan, KVCache
+from asyncrlhf.engines.hf.kept_group import Due, KeptGroup
+from asyncrlhf.engines.hf.kv_cache import ForwardPlan, Kept, KVCache
 from asyncrlhf.engines.hf.layer_shapes import find_layers
 from asyncrlhf.engines.hf.slot_attention import Scoring
 from asyncrlhf.engines.hf.slots import Prefill, SlotTable, plan_score, plan_step
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.models.copies import all_to_device
 from asyncrlhf.types import IntArray
 
 ATTENTION_NAME = "asyncrlhf_slots"
@@ -31,12 +35,21 @@ class Passes(ABC):
     capacity = 0  # tokens for which each row has room; 0: a cache that grows with its rows
 
     @abstractmethod
-    def reserve(self, length: int) -> None:
-        """Make room for ``length`` tokens in every row."""
+    def reserve(self, length: int, response: int = 0) -> None:
+        """Make room for ``length`` tokens in every row, of which ``response`` at most are a response."""
 
     @abstractmethod
     def release(self) -> None:
         """Free what is kept of all rows, and its memory. Rows in flight are prefilled again."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Make the room again that was released."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the cache, where it is ours."""
+        return 0
 
     @abstractmethod
     def can_copy(self, tokens: int, prompt: int) -> bool:
@@ -46,6 +59,10 @@ class Passes(ABC):
     @abstractmethod
     def copy_rows(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
         """Give rows ``target`` what is kept of the first ``length`` tokens of rows ``source``, or of more of them."""
+
+    @abstractmethod
+    def evict(self, table: SlotTable) -> None:
+        """Before the prefills of a step are chosen: let keys and values go where a row's share is full."""
 
     @abstractmethod
     def step(self, table: SlotTable, prefills: Sequence[Prefill]) -> torch.Tensor:
@@ -60,13 +77,33 @@ class Passes(ABC):
 class SlotPasses(KVCache, Passes):
     """Packed passes over a static KV cache with one row per slot."""
 
-    def __init__(self, model: transformers.PreTrainedModel, slots: int) -> None:
-        """Raises ConfigError for a model whose layers do not all call transformers' attention interface."""
-        super().__init__(find_layers(model), slots, model.dtype, model.device)
+    def __init__(self, model: transformers.PreTrainedModel, slots: int, kept: Kept | None = None) -> None:
+        """Raises ConfigError for a model whose layers do not all call transformers' attention interface, or with
+        ``kept`` all have a sliding window."""
+        super().__init__(find_layers(model), slots, model.dtype, model.device, kept)
+        if kept is not None and not any(isinstance(group, KeptGroup) for group in self.groups):
+            raise ConfigError(
+                f"generator.cache={kept.config.policy} has nothing to evict: all layers of {type(model).__name__} have "
+                "a sliding window, which bounds their cache; allowed: full."
+            )
         self._forward: Forward = LeanForward(model) if is_lean(model) else AttentionInterfaceForward(model)
 
     def step(self, table: SlotTable, prefills: Sequence[Prefill]) -> torch.Tensor:
         return self._forward(self, self.placed(plan_step(table, prefills, self)))
+
+    def evict(self, table: SlotTable) -> None:
+        if self.kept is None or not len(rows := table.due(self.kept.budget)):
+            return
+        facts = table.rows[rows]
+        given = [rows, facts["prompt_length"], facts["evicted"], facts["length"] - 1]
+        if self.kept.config.policy == "separators":
+            given.append(self.kept.separators(table.tokens[rows]))
+        on_device = all_to_device([torch.from_numpy(np.ascontiguousarray(x)) for x in given], self._device)
+        due = Due(*on_device, *([None] * (5 - len(given))))
+        for group in self.groups:
+            if isinstance(group, KeptGroup):
+                group.evict(due)
+        table.rows["evicted"][rows] += self.kept.config.every
 
     def score(self, text: IntArray) -> torch.Tensor:
         return self._forward(self, self.placed(plan_score(text)))

@@ -9,8 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from numpy.typing import NDArray
 
+from asyncrlhf.engines.cache_config import CacheConfig
 from asyncrlhf.engines.engine import CacheMode, Engine, StepOutput, load_named_weights, named_weights
+from asyncrlhf.engines.hf.cache_facts import CacheFacts, is_separator
+from asyncrlhf.engines.hf.kv_cache import Kept
 from asyncrlhf.engines.hf.route_table import RouteTable
 from asyncrlhf.engines.hf.sampling import penalise_repetition, sample_tokens, uniforms
 from asyncrlhf.engines.hf.slots import SlotTable, choose_prefills
@@ -18,7 +22,7 @@ from asyncrlhf.engines.hf.wall import find_passes
 from asyncrlhf.models.checkpoint_folder import context_of
 from asyncrlhf.models.copies import to_device
 from asyncrlhf.models.offload import Offload, free_cache
-from asyncrlhf.types import FloatArray, GenerationRequest, IntArray, Rollout
+from asyncrlhf.types import FinishReason, FloatArray, GenerationRequest, IntArray, Rollout
 
 
 class HFEngine(Engine):
@@ -39,16 +43,21 @@ class HFEngine(Engine):
         offloads: bool = False,
         routes: bool = False,
         sampled: int | None = None,
+        cache: CacheConfig | None = None,
+        longest: int = 0,
     ) -> None:
         """``offloads``: asleep on a CPU, the weights move into a file; on a GPU they move to the host in any case.
         ``sampled``: ids from this one on are never sampled and have no probability; None: all may be.
-        ``routes``: rollouts report the experts of each token; ConfigError for a model whose routers cannot."""
+        ``routes``: rollouts report the experts of each token; ConfigError for a model whose routers cannot.
+        ``cache``: which tokens of a response of at most ``longest`` lose their keys and values; None: none does."""
         embedding: Any = model.get_input_embeddings()
         model.train(False)
         self._model = model
         self._device = model.device
         self._offload = Offload(model.device) if offloads or model.device.type == "cuda" else None
-        self._passes, self.note = find_passes(model, slots, routes)
+        kept = None if cache is None else Kept(cache, cache.budget(longest), self._separators)
+        self._passes, self.note = find_passes(model, slots, routes, kept)
+        self._facts = None if cache is None else CacheFacts(cache, longest, self._passes)
         self._sampled_ids = sampled
         super().__init__(slots, version, context_of(model.config), int(embedding.num_embeddings))
         self._table = SlotTable(slots, RouteTable(model, slots) if routes else None)
@@ -56,7 +65,7 @@ class HFEngine(Engine):
         self._row_prompt = [b""] * slots  # by row: the prompt whose keys and values it begins with, or will
         # Prompt -> a row that was prefilled with it under these weights, and holds it until it gets another prompt.
         self._donors: dict[bytes, int] = {}
-        self._capacity = 0  # of the cache when it fell asleep
+        self._separator = np.zeros(0, np.bool_)  # by token id, once asked for
         self._stop_texts = False  # whether any request so far has some
 
     @torch.inference_mode()
@@ -67,6 +76,7 @@ class HFEngine(Engine):
         table = self._table
         if not table.count:
             return self._report()
+        self._passes.evict(table)
         prefills = choose_prefills(table)
         logits = self._passes.step(table, prefills)[:, : self._sampled_ids]
         for _, sharers in prefills:
@@ -94,7 +104,21 @@ class HFEngine(Engine):
         if self._stop_texts:
             done |= {row: True for row in rows.tolist() if not done.get(row) and self._completes_stop(row)}
         self._holes.extend(done)
-        return [table.take(row, "stop" if stop else "length") for row, stop in done.items()]
+        return [self._take(row, "stop" if stop else "length") for row, stop in done.items()]
+
+    def _take(self, row: int, reason: FinishReason) -> Rollout:
+        request, evicted = self._table.requests[row], int(self._table.rows["evicted"][row])
+        rollout = self._table.take(row, reason)
+        if self._facts is not None and request is not None:
+            rollout = self._facts.told(rollout, request.sampling, evicted, self.version, self._sampled_ids)
+        return rollout
+
+    def _separators(self, ids: IntArray) -> NDArray[np.bool_]:
+        """Which of ``ids`` are punctuation or end a line."""
+        if not len(self._separator):
+            texts = [self.decode([i]) if self.decode is not None else "" for i in range(self._vocabulary)]
+            self._separator = np.array([is_separator(text) for text in texts])
+        return self._separator[ids]
 
     def _completes_stop(self, row: int) -> bool:
         request = self._table.requests[row]
@@ -121,7 +145,8 @@ class HFEngine(Engine):
 
     def _occupy(self, row: int, request: GenerationRequest, copies: list[tuple[int, int]]) -> None:
         prompt = request.prompt_ids
-        self._passes.reserve(len(prompt) + request.sampling.max_completion_length)
+        longest = request.sampling.max_completion_length
+        self._passes.reserve(len(prompt) + longest, longest)
         key = np.ascontiguousarray(prompt, np.int64).tobytes()
         donor = self._donors.get(key)
         if donor is not None and not self._gives(donor, key, len(prompt)):
@@ -172,7 +197,6 @@ class HFEngine(Engine):
             return
         self.asleep = True
         self._forget_keys()
-        self._capacity = self._passes.capacity
         self._passes.release()
         self._weights_out()
 
@@ -182,7 +206,7 @@ class HFEngine(Engine):
         self.asleep = False
         if self._offload is not None:
             self._offload.back()
-        self._passes.reserve(self._capacity)
+        self._passes.restore()
 
     def _weights_out(self) -> None:
         if self._offload is None:

@@ -46,11 +46,17 @@ class OwnCachePasses(Passes):
         self._caches = caches
         self._kept: dict[int, tuple[Cohort, int]] = {}  # row -> its cohort, and its place in the cohort's batch
 
-    def reserve(self, length: int) -> None:
+    def reserve(self, length: int, response: int = 0) -> None:
         """Nothing to do: a cache grows with its rows."""
 
     def release(self) -> None:
         self._kept.clear()
+
+    def restore(self) -> None:
+        """Nothing to do, as above."""
+
+    def evict(self, table: SlotTable) -> None:
+        """Nothing to do: what the model's own cache holds stays."""
 
     def can_copy(self, tokens: int, prompt: int) -> bool:
         """A state that has passed a token cannot go back, and a row that was prefilled has passed its whole prompt."""

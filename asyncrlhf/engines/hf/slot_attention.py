@@ -35,7 +35,7 @@ class PrefillBucket:
     """``count`` sequences of similar length, packed in ``start:stop`` of the forward pass's tokens.
 
     ``pad`` [count * width]: the packed token at each padded place, ``unpad`` [stop - start]: the reverse; both None
-    when all lengths are equal.
+    when all lengths are equal. ``row``: of the cache, whose evictions hide earlier tokens of this one sequence.
     """
 
     start: int
@@ -43,6 +43,7 @@ class PrefillBucket:
     count: int
     pad: torch.Tensor | None
     unpad: torch.Tensor | None
+    row: int | None = None
 
 
 def decode_attention(
@@ -67,6 +68,19 @@ def decode_attention(
     return F.scaled_dot_product_attention(grouped, key, value, attn_mask=bias, scale=scoring.scale).reshape(n, -1)
 
 
+def decode_and_weights(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, scoring: Scoring
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`decode_attention`, with the weights [n, Hkv, A] that the heads of each group give together."""
+    n, heads, dim = query.shape
+    grouped = query.reshape(n, key.shape[1], heads // key.shape[1], dim)
+    scores = _scored(grouped, key, bias, scoring)
+    weights = torch.softmax(scores, dim=-1)
+    if scoring.sinks is not None:
+        weights = weights * _beside_sinks(scores, scoring.sinks)
+    return torch.matmul(weights.to(value.dtype), value).reshape(n, -1), weights.sum(dim=2)
+
+
 def prefill_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -74,9 +88,11 @@ def prefill_attention(
     scoring: Scoring,
     window: int | None,
     bucket: PrefillBucket,
+    gone: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention inside each sequence of a bucket, of each token over the last ``window`` ones with itself:
-    query [t, H, D], key [t, Hkv, D], value [t, Hkv, Dv] -> [t, H * Dv].
+    query [t, H, D], key [t, Hkv, D], value [t, Hkv, Dv] -> [t, H * Dv]. ``gone`` [Hkv, t]: of a bucket of one sequence,
+    the first query that does not see each key any more.
 
     Sequences are padded on the right for this product alone; causality hides the padding from every real token.
     """
@@ -89,19 +105,21 @@ def prefill_attention(
     q, k, v = padded(query), padded(key), padded(value)
     if group > 1:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    if scoring.is_plain and (window is None or window >= q.shape[2]):
+        gone = None if gone is None else gone.repeat_interleave(group, dim=0)
+    if gone is None and scoring.is_plain and (window is None or window >= q.shape[2]):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scoring.scale)
     else:
-        out = _blocked_attention(q, k, v, scoring, window)
+        out = _blocked_attention(q, k, v, scoring, window, gone)
     out = out.transpose(1, 2).reshape(-1, query.shape[1] * value.shape[2])
     return out if bucket.unpad is None else out[bucket.unpad]
 
 
 def _blocked_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring, window: int | None
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring, window: int | None,
+    gone: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     """As :func:`prefill_attention` of padded sequences [count, H, width, D], a block of queries at a time: each over
-    the keys that one of its queries sees."""
+    the keys that one of its queries sees. ``gone`` [H, width]."""
     width = query.shape[2]
     position = torch.arange(width, device=query.device)
     parts = []
@@ -110,6 +128,8 @@ def _blocked_attention(
         first = 0 if window is None else max(0, start - window + 1)
         age = position[start:stop, None] - position[first:stop]
         sees = (age >= 0) if window is None else (age >= 0) & (age < window)
+        if gone is not None:
+            sees = sees & (gone[:, None, first:stop] > position[start:stop, None])
         q, k, v = query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop]
         if scoring.is_plain:
             parts.append(F.scaled_dot_product_attention(q, k, v, attn_mask=sees, scale=scoring.scale))
@@ -125,17 +145,26 @@ def _explicit_attention(
     """Attention with a soft cap or sinks: query [B, h, Q, D], key [B, h, A, D], value [B, h, A, Dv], ``bias`` broadcast
     to the scores [B, h, Q, A] -> [B, h, Q, Dv]. The sinks' heads are either h, or h times Q if Q are a group's heads.
     """
+    scores = _scored(query, key, bias, scoring)
+    out = torch.matmul(torch.softmax(scores, dim=-1).to(value.dtype), value)
+    if scoring.sinks is not None:
+        out = out * _beside_sinks(scores, scoring.sinks).to(out.dtype)
+    return out
+
+
+def _scored(query: torch.Tensor, key: torch.Tensor, bias: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    """The scores [B, h, Q, A] of :func:`_explicit_attention`, at least in float32."""
     precise = torch.promote_types(query.dtype, torch.float32)
     scores = torch.matmul(query, key.transpose(-1, -2)).to(precise) * scoring.scale
     if scoring.softcap is not None:
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
-    scores = scores + bias
-    out = torch.matmul(torch.softmax(scores, dim=-1).to(value.dtype), value)
-    if scoring.sinks is not None:
-        # A further term exp(sink) in the denominator scales the result by Z / (Z + exp(sink)).
-        sinks = scoring.sinks.to(precise).view(query.shape[1], -1, 1)
-        out = out * torch.sigmoid(scores.logsumexp(dim=-1, keepdim=True) - sinks).to(out.dtype)
-    return out
+    return scores + bias
+
+
+def _beside_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """The share [B, h, Q, 1] of the weights that a further term exp(sink) in the denominator leaves: Z / (Z +
+    exp(sink))."""
+    return torch.sigmoid(scores.logsumexp(dim=-1, keepdim=True) - sinks.to(scores.dtype).view(scores.shape[1], -1, 1))
 
 
 def make_buckets(lengths: Sequence[int], start: int) -> tuple[PrefillBucket, ...]:

@@ -9,18 +9,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrlhf.engines.hf.kv_cache import ForwardPlan, GroupPlan, KVCache, LayerGroup
+from asyncrlhf.engines.hf.kept_group import KeptGroup
+from asyncrlhf.engines.hf.kv_cache import ForwardPlan, KVCache
+from asyncrlhf.engines.hf.layer_group import Again, GroupPlan, LayerGroup
 from asyncrlhf.engines.hf.route_table import RouteTable
 from asyncrlhf.engines.hf.sampling import Draws, seed_state
-from asyncrlhf.engines.hf.slot_attention import LENGTH_MULTIPLE, make_buckets
+from asyncrlhf.engines.hf.slot_attention import LENGTH_MULTIPLE, PrefillBucket, make_buckets
 from asyncrlhf.types import FinishReason, GenerationRequest, IdArray, IntArray, Rollout
 
 # Fields of one row beside its tokens: their number, including the prompt; its latest end; whether the KV cache holds
-# all of them except the last, which the next decode iteration feeds; its stream of draws; its sampling settings.
+# all of them except the last, which the next decode iteration feeds; its stream of draws; its sampling settings; the
+# tokens whose keys and values it has lost, equally many in each layer and head.
 ROW = np.dtype([
     ("length", np.int64), ("prompt_length", np.int64), ("limit", np.int64), ("ready", np.bool_), ("state", np.uint64),
     ("temperature", np.float64), ("top_p", np.float64), ("top_k", np.int64), ("min_p", np.float64),
-    ("repetition_penalty", np.float64),
+    ("repetition_penalty", np.float64), ("evicted", np.int64),
 ], align=True)  # fmt: skip
 
 
@@ -51,7 +54,7 @@ class SlotTable:
         self.stops[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
         self.rows[row] = (
             len(prompt), len(prompt), limit, ready, seed_state(request.seed),
-            sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.repetition_penalty,
+            sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.repetition_penalty, 0,
         )  # fmt: skip
         self.kept[row] = []
         if self.routes is not None:
@@ -65,6 +68,11 @@ class SlotTable:
             self.versions = np.pad(self.versions, extra)
         if stops > self.stops.shape[1]:
             self.stops = np.pad(self.stops, ((0, 0), (0, stops - self.stops.shape[1])), constant_values=-1)
+
+    def due(self, budget: int) -> IntArray:
+        """Rows whose responses have ``budget`` tokens in the cache."""
+        facts = self.rows[: self.count]
+        return np.flatnonzero(facts["length"] - 1 - facts["prompt_length"] - facts["evicted"] >= budget)
 
     def move(self, source: int, target: int) -> None:
         for array in (self.tokens, self.logprobs, self.versions, self.stops, self.rows):
@@ -126,23 +134,30 @@ PREFILL_TOKENS = 8192  # tokens of one forward pass: bounds its memory if many l
 def choose_prefills(table: SlotTable) -> list[Prefill]:
     """Sequences to prefill now, each with the rows that share it, shortest first.
 
-    The decode iteration processes a row's last token. Rows with equal tokens (siblings of one group) share one prefill.
-    Rows over the budget wait for the next step.
+    The decode iteration processes a row's last token. Rows with equal tokens (siblings of one group) share one prefill,
+    unless they have lost some; those that have come last. Rows over the budget wait for the next step.
     """
-    shared: dict[bytes, Prefill] = {}
+    shared: dict[tuple[int, bytes], Prefill] = {}
     tokens = 0
     for row in np.flatnonzero(~table.ready[: table.count]):
         sequence = table.tokens[row, : table.length[row] - 1]
         if not len(sequence):
             table.ready[row] = True
             continue
-        found = shared.get(sequence.tobytes())
+        evicted = bool(table.rows["evicted"][row])
+        key = (int(row) if evicted else -1, sequence.tobytes())
+        found = shared.get(key)
         if found is not None:
             found[1].append(int(row))
         elif not shared or tokens + len(sequence) <= PREFILL_TOKENS:
-            shared[sequence.tobytes()] = (sequence, [int(row)])
+            shared[key] = (sequence, [int(row)])
             tokens += len(sequence)
-    return sorted(shared.values(), key=lambda item: len(item[0]))
+    return sorted(shared.values(), key=lambda item: (_is_again(table, item), len(item[0])))
+
+
+def _is_again(table: SlotTable, prefill: Prefill) -> bool:
+    """Whether the row, which is alone, has lost tokens."""
+    return bool(table.rows["evicted"][prefill[1][0]])
 
 
 def plan_step(table: SlotTable, prefills: Sequence[Prefill], cache: KVCache) -> ForwardPlan:
@@ -153,8 +168,16 @@ def plan_step(table: SlotTable, prefills: Sequence[Prefill], cache: KVCache) -> 
     ids, positions = [table.tokens[rows, last]], [last]
     source, target, place = [rows], [rows], [last]
     packed = n
-    for sequence, sharers in prefills:
+    again: list[Again] = []
+    plain = [len(prefill[0]) for prefill in prefills if not _is_again(table, prefill)]
+    buckets = list(make_buckets(plain, n))
+    for prefill in prefills:
+        sequence, sharers = prefill
         size = len(sequence)
+        if _is_again(table, prefill):
+            buckets.append(PrefillBucket(packed, packed + size, 1, None, None, sharers[0]))
+            facts = table.rows[sharers[0]]
+            again.append(Again(sharers[0], packed, size, int(facts["prompt_length"]), int(facts["evicted"])))
         ids.append(sequence)
         positions.append(np.arange(size))
         source.append(np.tile(np.arange(packed, packed + size), len(sharers)))
@@ -168,8 +191,39 @@ def plan_step(table: SlotTable, prefills: Sequence[Prefill], cache: KVCache) -> 
         num_decode=n,
         num_logits=n,
         longest=int(last.max()),
-        buckets=make_buckets([len(sequence) for sequence, _ in prefills], n),
-        groups=tuple(_plan_group(group, last, writes, packed) for group in cache.groups),
+        buckets=tuple(buckets),
+        groups=tuple(
+            _plan_kept(group, table, prefills, last, writes, again)
+            if isinstance(group, KeptGroup)
+            else _plan_group(group, last, writes, packed)
+            for group in cache.groups
+        ),
+    )
+
+
+def _plan_kept(
+    group: KeptGroup,
+    table: SlotTable,
+    prefills: Sequence[Prefill],
+    last: IntArray,
+    writes: tuple[IntArray, IntArray, IntArray],
+    again: list[Again],
+) -> GroupPlan:
+    """As :func:`_plan_group`, where rows may have lost tokens. The prefills of those write in ``again``."""
+    source, target, position = writes
+    evicted, decodes = table.rows["evicted"], source < len(last)
+    stay = decodes | (evicted[target] == 0)
+    place = position - np.where(decodes, evicted[target], 0)
+    held = int((last - evicted[: len(last)]).max()) + 1
+    counts = table.ready[: len(last)].copy()
+    counts[[row for _, sharers in prefills for row in sharers]] = True
+    return GroupPlan(
+        min(-(-held // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, group.places),
+        _tensor(source[stay]),
+        _tensor(target[stay]),
+        _tensor(place[stay]),
+        torch.from_numpy(counts.astype(np.float32)) if group.scores else None,
+        tuple(again),
     )
 
 

@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from asyncrlhf.engines.hf.forward import Passes, SlotPasses
+from asyncrlhf.engines.hf.kv_cache import Kept
 from asyncrlhf.engines.hf.own_cache import OwnCachePasses, own_logits
 from asyncrlhf.engines.hf.slots import SlotTable, choose_prefills
 from asyncrlhf.errors import ConfigError
@@ -52,16 +53,19 @@ class Way:
             return "packed rows"
         return ("transformers' own cache" if self.caches else "no cache") + f" and {self.attention} attention"
 
-    def passes(self, model: transformers.PreTrainedModel, slots: int) -> Passes:
+    def passes(self, model: transformers.PreTrainedModel, slots: int, kept: Kept | None = None) -> Passes:
         if self.attention is None:
-            return SlotPasses(model, slots)
+            return SlotPasses(model, slots, kept)
         set_attention(model, self.attention)
         return OwnCachePasses(model, caches=self.caches)
 
 
-def find_passes(model: transformers.PreTrainedModel, slots: int, routes: bool = False) -> tuple[Passes, str]:
+def find_passes(
+    model: transformers.PreTrainedModel, slots: int, routes: bool = False, kept: Kept | None = None
+) -> tuple[Passes, str]:
     """The fastest passes for ``slots`` rows of ``model`` that agree with its own pass by transformers' eager attention,
-    and a sentence why they are slow, which is empty for packed passes. ``routes``: only packed passes will do.
+    and a sentence why they are slow, which is empty for packed passes. ``routes`` and
+    ``kept``: only packed passes will do, which report experts or evict tokens.
 
     A tiny model of the same family is compared first, whose windows the texts exceed; then the model itself. Nothing is
     kept of the comparison. Raises ConfigError if none agrees.
@@ -70,7 +74,7 @@ def find_passes(model: transformers.PreTrainedModel, slots: int, routes: bool = 
     plain = [own] if own == "eager" else [own, "eager"]
     ways = (Way(), *(Way(attention, caches) for caches in (True, False) for attention in plain))
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
-        ways, found = _family_ways(Family.of(model), ways[:1] if routes else ways)
+        ways, found = _family_ways(Family.of(model), ways[:1] if routes or kept else ways)
         ways, reasons = _right_ways(model, ways)
     found = found or reasons
     slower = ""
@@ -79,7 +83,7 @@ def find_passes(model: transformers.PreTrainedModel, slots: int, routes: bool = 
             f"generator.engine=hf passes the rows of {_name(model)} with {ways[0].name}, which is slower than packed "
             f"rows: {'; '.join(found)}."
         )
-    return ways[0].passes(model, slots), slower  # new ones, which have seen no row
+    return ways[0].passes(model, slots, kept), slower  # new ones, which have seen no row
 
 
 @lru_cache(maxsize=32)
@@ -101,8 +105,8 @@ def _right_ways(model: transformers.PreTrainedModel, ways: tuple[Way, ...]) -> t
         reasons.append(f"with {way.name}, {reason}")
     if len(ways) == 1:
         raise ConfigError(
-            f"generator.engine=hf cannot report the experts of {_name(model)}: only its packed passes can, and "
-            f"{reasons[0]}."
+            f"generator.engine=hf can neither report experts nor evict tokens of {_name(model)}: only its packed "
+            f"passes can, and {reasons[0]}."
         )
     raise ConfigError(
         f"generator.engine=hf cannot run {_name(model)}: {'; '.join(dict.fromkeys(reasons))}; choose another model."

@@ -117,7 +117,7 @@ class Meters:
             "ref_kl": math.nan,  # null in the records, unless there is a reference policy
             **result.metrics,
             "skipped": float(result.skipped),
-            "mismatch_kl": self._publisher.mismatch_kl,
+            "mismatch_kl": self._publisher.audits.mismatch_kl,
             "samples_per_second": samples / elapsed,
             "tokens_per_second": sum(r.response_length for t in taken for r in t.rollouts) / elapsed,
             "learner_idle_fraction": 1.0 - min(1.0, trained / elapsed),
@@ -234,7 +234,9 @@ def _means(prefix: str, rows: Sequence[Mapping[str, float]]) -> dict[str, float]
     for row in rows:
         for name, value in row.items():
             values.setdefault(name, []).append(value)
-    return {f"{prefix}{name}": float(np.mean(of)) for name, of in values.items()}
+    return {
+        (name if name.startswith("cache_") else f"{prefix}{name}"): float(np.mean(of)) for name, of in values.items()
+    }
 
 
 LISTED = 16  # replicas with figures of their own; those beyond are put together as "others"

@@ -70,7 +70,7 @@ class Assembly:
         if arrays:
             info.payload = replace(info.payload, annotations=arrays)
         info.reward, info.reward_parts = score.reward, dict(score.parts)
-        info.logged, info.extra = dict(score.logged), score.extra
+        info.logged, info.extra = {**info.logged, **score.logged}, score.extra
         info.scored_at, info.referenced_at, info.valued_at = (
             times.get(kind) for kind in ("reward", "reference", "critic")
         )

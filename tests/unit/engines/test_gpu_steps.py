@@ -54,7 +54,7 @@ def card_engine(slots: int, family: str, dtype: torch.dtype, layers: int) -> Ite
         pretended_gpu() as gpu,
         mock.patch.object(kind, "device", CARD),
         mock.patch.object(forward, "find_layers", lambda model: shapes),
-        mock.patch.object(hf_engine, "find_passes", lambda model, n, _: (forward.SlotPasses(model, n), "")),
+        mock.patch.object(hf_engine, "find_passes", lambda model, n, *_: (forward.SlotPasses(model, n), "")),
         mock.patch.object(HFEngine, "step", step),
     ):
         gpu.moved(model)

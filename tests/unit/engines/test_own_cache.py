@@ -23,7 +23,7 @@ STATEFUL = ["mamba", "falcon_h1", "lfm2", "minimax", "qwen3_next"]
 def make_engine(
     model: PreTrainedModel, slots: int, monkeypatch: pytest.MonkeyPatch, *, caches: bool = True
 ) -> HFEngine:
-    monkeypatch.setattr(hf, "find_passes", lambda model, slots, routes: (OwnCachePasses(model, caches=caches), ""))
+    monkeypatch.setattr(hf, "find_passes", lambda model, slots, *_: (OwnCachePasses(model, caches=caches), ""))
     return HFEngine(model, slots=slots)
 
 

@@ -96,7 +96,8 @@ def test_a_model_whose_forward_pass_changes_its_weights_is_refused() -> None:
 def test_routes_need_packed_passes() -> None:
     assert isinstance(find_passes(mixture(), slots=2, routes=True)[0], SlotPasses)
     with pytest.raises(
-        ConfigError, match=r"cannot report the experts of JambaForCausalLM.*: only its packed passes can"
+        ConfigError,
+        match=r"can neither report experts nor evict tokens of JambaForCausalLM.*: only its packed passes can",
     ):
         find_passes(family("jamba"), slots=2, routes=True)
 
