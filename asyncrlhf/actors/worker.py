@@ -294,14 +294,23 @@ class GeneratorWorker:
         """Whether the engine's workers are members of weight groups."""
         return self.direct is not None and not self.relays
 
-    def receive(self, ticket: Ticket) -> None:
-        """Receive a version into staging memory; the workers of a ``direct`` engine receive it at the load instead."""
+    def receive(self, ticket: Ticket, read: Sequence[Any] | None = None) -> None:
+        """Receive a version into staging memory; the workers of a ``direct`` engine receive it at the load instead.
+        ``read``: given if others may be loading, at any time, what this replica offers: the memories that they read
+        now. Then every load names its version's place."""
+        if read is not None:
+            self._relay.receive(ticket, read)
+            return
         staged = ticket if self.joins_directly else self.receiver.receive(ticket)
         self._staged = (ticket.version, self.offer() if self.relays and self.direct is not None else staged)
 
     def offer(self) -> Ticket:
         """The ticket with which neighbours load the version received last, from this process's memory."""
-        return cast("RelayReceiver", self.receiver).offer()
+        return self._relay.offer()
+
+    @property
+    def _relay(self) -> RelayReceiver:
+        return cast("RelayReceiver", self.receiver)  # or, in the local runtime, its receiver, with the same methods
 
     def host(self) -> str:
         """A text that is the same for replicas that can map each other's memory."""

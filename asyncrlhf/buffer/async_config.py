@@ -9,7 +9,7 @@ from asyncrlhf.validation import check, check_settings, setting
 
 MODES = ("sync", "one_step", "async", "fixed_lag")
 OVER_STALE = ("drop", "mask", "wait", "downweight")
-ON_WEIGHT_UPDATE = ("drain", "interrupt", "in_flight")
+ON_WEIGHT_UPDATE = ("drain", "interrupt", "in_flight", "pull")
 DEFAULT_STALENESS, DEFAULT_LAG = 2, 1
 SETTABLE = {"max_staleness": "async", "lag": "fixed_lag"}  # by the one mode in which each may be given
 PACING = ("fill", "just_in_time")
@@ -45,7 +45,7 @@ class AsyncConfig:
     on_weight_update: str = setting(
         "in_flight",
         "What unfinished responses do when new weights arrive: finish first (drain), recompute the KV cache of their "
-        "tokens so far (interrupt), or keep it (in_flight).",
+        "tokens so far (interrupt), keep it (in_flight), or keep it and wait for the next response's start (pull).",
         choices=ON_WEIGHT_UPDATE,
     )
     over_stale: str = setting(

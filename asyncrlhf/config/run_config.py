@@ -362,6 +362,7 @@ def _check_runtime(config: RunConfig) -> None:
         not growing or config.runtime == "ray",
         "max_replicas needs runtime=ray, for runtime=local has no cluster that grows; allowed: 0.",
     )
+    _check_pull(config)
     if config.runtime != "local":
         check(
             config.weights.transport != "local",
@@ -370,8 +371,29 @@ def _check_runtime(config: RunConfig) -> None:
         return
     check(config.learner.ranks == 1, f"runtime=local has one learner rank, not learner.ranks={config.learner.ranks}.")
     check(
-        config.weights.transport in ("auto", "local"),
-        f"weights.transport={config.weights.transport} needs runtime=ray; allowed with runtime=local: auto, local.",
+        config.weights.transport in ("auto", "local", "relay"),
+        f"weights.transport={config.weights.transport} needs runtime=ray; allowed with runtime=local: auto, local, "
+        "relay.",
+    )
+
+
+def _check_pull(config: RunConfig) -> None:
+    if config.async_.on_weight_update != "pull":
+        return
+    check(
+        config.async_.fixed_lag is None,
+        f"async.on_weight_update=pull lets every replica load when it likes, but async.mode={config.async_.mode} needs "
+        "one exact version on all; allowed: async.mode=async, or drain, interrupt, in_flight.",
+    )
+    check(
+        config.weights.relay,
+        f"async.on_weight_update=pull loads what a replica's machine holds, which weights.transport="
+        f"{config.weights.transport} does not keep; allowed: weights.transport=relay.",
+    )
+    check(
+        config.cluster.placement != "flatten",
+        "async.on_weight_update=pull lets replicas load while the learner trains, but with cluster.placement=flatten "
+        "they sleep then; allowed: drain, interrupt, in_flight.",
     )
 
 

@@ -25,7 +25,7 @@ from asyncrlhf.validation import check, check_choice
 
 # `auto` means the first.
 RUNTIME_TRANSPORTS = {
-    "local": ("local",),
+    "local": ("local", "relay"),
     "ray": ("collective", "relay", "shared_memory", "cuda_ipc", "object_store", "disk"),
 }
 
@@ -81,7 +81,7 @@ def build_sender(config: WeightsConfig, runtime: str, params: Mapping[str, torch
     sharded = params if isinstance(params, ShardedParams) else None
     device = next(iter(params.values())).device if sharded is None else sharded.device
     seconds = config.timeout_seconds
-    if kind == "local":
+    if runtime == "local":
         return LocalSender(manifest, wire=wire)
     if kind == "shared_memory":
         return SharedMemorySender(manifest, wire)
@@ -100,7 +100,6 @@ def build_sender(config: WeightsConfig, runtime: str, params: Mapping[str, torch
 def build_receiver(config: WeightsConfig, runtime: str, device: torch.device | str = "cpu") -> WeightReceiver:
     """A generator's side; ``device``: that of its engine's parameters."""
     kinds = {
-        "local": LocalReceiver,
         "shared_memory": SharedMemoryReceiver,
         "cuda_ipc": CudaIpcReceiver,
         "object_store": ObjectStoreReceiver,
@@ -108,4 +107,5 @@ def build_receiver(config: WeightsConfig, runtime: str, device: torch.device | s
         "relay": RelayReceiver,
     }
     receiver = kinds.get(resolve_transport(config, runtime), CollectiveReceiver)
+    receiver = LocalReceiver if runtime == "local" else receiver
     return receiver(timeout_seconds=config.timeout_seconds, device=device)

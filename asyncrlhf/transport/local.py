@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport.manifest import FlatBuckets, manifest_difference
+from asyncrlhf.transport.manifest import FlatBuckets, entries_by_bucket, manifest_difference
 from asyncrlhf.transport.protocol import Ticket
-from asyncrlhf.transport.receiver import WeightReceiver
+from asyncrlhf.transport.receiver import WeightReceiver, check_bucket
 from asyncrlhf.transport.sender import WeightSender
 from asyncrlhf.transport.sparse import Patch
 
@@ -34,7 +39,27 @@ class LocalSender(WeightSender):
 
 
 class LocalReceiver(WeightReceiver):
-    """Copies the snapshot into its own staging memory."""
+    """Copies the snapshot into its own staging memory. With ``weights.transport=relay`` others load what it received
+    last, of which the snapshot is a copy that stays."""
+
+    _received: Ticket | None = None
+
+    def receive(self, ticket: Ticket, read: Sequence[Any] | None = None) -> Mapping[str, torch.Tensor]:
+        self._received = None
+        weights = super().receive(ticket)
+        self._received = ticket
+        return weights
+
+    def offer(self) -> Ticket:
+        if self._received is None:
+            raise WeightSyncError("There is no version to hand on: it was not received whole.")
+        return self._received
+
+    def stream(self, ticket: Ticket) -> Iterator[Mapping[str, torch.Tensor]]:
+        views = ticket.refs[0].views()
+        for bucket, entries in enumerate(entries_by_bucket(ticket.manifest)):
+            check_bucket(ticket, bucket, entries, views, self._staged.name)
+            yield {entry.name: views[entry.name] for entry in entries}
 
     def _fetch(self, ticket: Ticket, staging: FlatBuckets, wanted: list[int]) -> None:
         source, patches = ticket.refs

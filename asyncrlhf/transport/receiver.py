@@ -75,6 +75,18 @@ class Staging:
         assert isinstance(self._buckets, SharedBuckets)
         return self._buckets.place
 
+    def give_up(self) -> SharedBuckets:
+        """Hand over the memory of a complete version. The next one comes to that of :meth:`go_on_in`."""
+        buckets, self._buckets = self._buckets, None
+        assert isinstance(buckets, SharedBuckets)
+        return buckets
+
+    def go_on_in(self, buckets: SharedBuckets, before: SharedBuckets | None) -> None:
+        """Use other memory, with the content of the memory ``before`` where that is known."""
+        self._buckets, self._entries = buckets, entries_by_bucket(buckets.manifest)
+        if before is not None and self._checksums:
+            buckets.copy_buckets(before.tensors)
+
     def content(self, bucket: int) -> int | None:
         """The checksum of what a bucket held when the present ticket came; None: unknown."""
         return self._held[bucket] if self._held else None

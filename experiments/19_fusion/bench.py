@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist, fmean
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -236,7 +237,8 @@ async def _batch(config: RunConfig, prepared: Prepared, pair: _Pair, lengths: Se
     assembly.scores = {}
     rewards = Rewards(state, assembly, [pair.reward])
     collector = Collector(state, assembly, [rewards])
-    dispatcher = Dispatcher(state, prepared.task.train_source(config.seed), prepared.sampling)
+    pulls: Any = SimpleNamespace(look=lambda: None, chosen=lambda choose, fits: choose())
+    dispatcher = Dispatcher(state, prepared.task.train_source(config.seed), prepared.sampling, pulls)
     started = state.now()
     loops = [dispatcher.run(), collector.collect(replica), rewards.serve(pair.reward)]
     tasks = [asyncio.create_task(loop) for loop in loops]

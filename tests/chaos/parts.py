@@ -8,6 +8,7 @@ learner keeps what it really trained.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import random
@@ -25,11 +26,13 @@ from asyncrlhf.actors.worker import Outbox
 from asyncrlhf.engines.engine import StepOutput
 from asyncrlhf.learner.settings.learner_config import StepResult
 from asyncrlhf.orchestrator.rollouts.episodes import ATTEMPT
+from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.types import Annotation, GenerationFailure, GenerationRequest, Rollout, WeightManifest
 
 TOKENS = 3  # of each response
 TRAINED_FILE = "trained.json"
 LIFE = 10_000  # more than a run has versions: a token's truth is the learner's life and the version, in one number
+TORN = LIFE - 1  # the truth of a token whose weights were written to while they were loaded
 EARLY = 1e-9  # seconds that a timer of the virtual clock may be early
 
 
@@ -57,6 +60,7 @@ class World:
     score: float = 0.02
     transfer: float = 0.05
     load: float = 0.02
+    machines: int = 1
     fails_one_in: int = 0
     odd_one_in: int = 0  # episodes
     deadly_one_in: int = 0  # episodes that end their worker
@@ -87,6 +91,8 @@ class Generator:
         self.frozen = self.asleep = False
         self._world, self._slots = world, spec.generator.slots
         self._staged = self._held = -1
+        self._memory: dict[int, int] = {}  # what it holds for others, by place
+        self._offer: Ticket | None = None
         self._waiting: deque[GenerationRequest] = deque()
         self._running: dict[int, Response] = {}
 
@@ -150,12 +156,35 @@ class Generator:
         made = item.rollout_id, item.group_id, item.prompt, ids, truth, np.array(told), "stop", "", self.name
         return Rollout(*made, epoch=item.epoch, tag=item.tag)
 
-    async def receive(self, ticket: Any) -> None:
+    async def receive(self, ticket: Any, read: Sequence[Any] | None = None) -> None:
+        """With ``read`` into memory that holds an earlier version and that none of these reads, as a relay does."""
+        if read is None:
+            await asyncio.sleep(self._world.transfer)
+            self._staged = ticket.truth
+            return
+        taken = {place for holder, place in read if holder is self}
+        taken |= {self._offer.refs[1]} if self._offer is not None else set()
+        place = next(i for i in itertools.count() if i not in taken)
+        self._memory[place], self._offer = TORN, None
         await asyncio.sleep(self._world.transfer)
-        self._staged = ticket.truth
+        self._memory[place] = ticket.truth
+        self._offer = Ticket(ticket.version, 0, ticket.manifest, (self, place))
 
-    async def load(self, version: int, cache: str) -> None:
+    def offer(self) -> Ticket:
+        assert self._offer is not None
+        return self._offer
+
+    def host(self) -> str:
+        return f"machine {int(self.name[-1]) % self._world.machines}"
+
+    async def load(self, version: int, cache: str, ticket: Ticket | None = None) -> None:
+        if ticket is not None:
+            assert ticket.version == version
+            holder, place = ticket.refs
+            before = holder._memory[place]
         await asyncio.sleep(self._world.load)
+        if ticket is not None:
+            self._staged = before if before == holder._memory[place] else TORN
         self._go_on()
         self.version, self._held = version, self._staged
 

@@ -59,6 +59,7 @@ SERVICES = {
     "critic": ("algorithm=ppo", "critic=service"),
     "both": ("algorithm=ppo", "critic=service", "reference=service", "algorithm.kl=loss", "algorithm.beta=0.1"),
 }
+PULLS = 0.3  # share of the free-running seeds whose replicas pull
 EPISODES = 0.25  # share of the seeds whose rollouts are episodes
 SHORT_SECONDS = 4.0  # of an episode, with waits for its turns: too few while a part is replaced
 LIMIT_SECONDS = 2000.0  # of one session, on the virtual clock
@@ -134,6 +135,16 @@ def _draw_config(rng: random.Random, seed: int) -> RunConfig:
     )
 
 
+def draw_pull(config: RunConfig, seed: int, sure: bool) -> tuple[RunConfig, int]:
+    """With pull in some of the runs that may have it, and the number of machines. Drawn beside the rest."""
+    rng = random.Random(f"pull of {seed}")
+    able = config.async_.mode == "async" and config.cluster.placement != "flatten"
+    if not able or not (sure or rng.random() < PULLS):
+        return config, 1
+    pulling = replace(config.async_, on_weight_update="pull")
+    return replace(config, async_=pulling, weights=replace(config.weights, transport="relay")), rng.choice((1, 2, 3))
+
+
 def draw_episodes(seed: int, sure: bool) -> tuple[EpisodeConfig, int, int] | None:
     """The settings of episodes, one episode in how many is odd, and one in how many ends its worker; None if rollouts
     are plain answers. Drawn beside the rest, so that what a seed drew before stays."""
@@ -206,11 +217,14 @@ class Result:
 
 
 def simulate(
-    seed: int, tell: Callable[[str], None] = lambda text: None, told_passes: bool = False, episodes: bool = False
-) -> Result:
-    """The run of this seed, resumed until it is done. ``episodes``: its rollouts are episodes in any case."""
+    seed: int, tell: Callable[[str], None] = lambda text: None, told_passes: bool = False, episodes: bool = False,
+    pulls: bool = False,
+) -> Result:  # fmt: skip
+    """The run of this seed, resumed until it is done. ``episodes``: its rollouts are episodes in any case; ``pulls``:
+    its replicas pull if they may."""
     rng = random.Random(seed)
     config, result, resumed_at = draw_config(rng, seed), Result(seed), []
+    config, machines = draw_pull(config, seed, pulls)
     drawn = draw_episodes(seed, episodes)
     config = config if drawn is None else replace(config, episode=drawn[0])
     fails = rng.choice((0, 0, 0, 15))
@@ -219,7 +233,10 @@ def simulate(
     with tempfile.TemporaryDirectory(dir=place) as folder, patch.object(OwnTime, "around", lambda self, sample: sample):
         run_dir = Path(folder) / "run-0"
         for number in range(SESSIONS):
-            faults, world = draw_faults(rng, seed, number, drawn is not None), World(fails_one_in=fails)
+            faults, world = (
+                draw_faults(rng, seed, number, drawn is not None),
+                World(fails_one_in=fails, machines=machines),
+            )
             if drawn is not None:
                 world.odd_one_in, world.deadly_one_in = drawn[1], drawn[2] if number < 2 else 0
                 world.episodes_fail = any(drawn[1:]) or drawn[0].episode_seconds == SHORT_SECONDS

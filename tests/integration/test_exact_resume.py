@@ -20,6 +20,7 @@ MODES = {
     "async": ("async.max_staleness=3",),
     "drain": ("async.max_staleness=3", "async.on_weight_update=drain", "weights.publish_every=2"),
     "interrupt": ("async.max_staleness=3", "async.on_weight_update=interrupt", "async.over_stale=wait"),
+    "pull": ("async.max_staleness=3", "async.on_weight_update=pull", "weights.transport=relay"),
     "paced": ("async.max_staleness=3", "async.pacing=just_in_time"),
     "replay": (
         "async.max_staleness=6",
@@ -69,7 +70,7 @@ def killed_and_resumed(folder: Path, whole: Finished, seed: int, *options: str) 
     return run(folder, *options)
 
 
-QUICK = ("sync", "async", "interrupt")  # fixed_lag: tests/integration/test_local_loop.py, too
+QUICK = ("sync", "async", "interrupt", "pull")  # fixed_lag: tests/integration/test_local_loop.py, too
 
 
 @pytest.mark.parametrize("mode", [m if m in QUICK else pytest.param(m, marks=pytest.mark.thorough) for m in MODES])

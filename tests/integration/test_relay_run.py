@@ -112,7 +112,6 @@ def test_vllm_loads_from_a_neighbours_memory(tmp_path: Path, workers: int) -> No
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (("runtime=local",), "weights.transport=relay needs runtime=ray"),
         (("weights.disk_path=/tmp/x",), "is used only by weights.transport=disk, not by relay"),
     ],
 )

@@ -1,3 +1,3 @@
 """The generator replicas: how much each may hold, the weights that it gets, its death and its return."""
 
-DOORS = ("pacing", "recovery", "turns", "weight_sync")
+DOORS = ("load_times", "pacing", "recovery", "turns", "weight_sync")

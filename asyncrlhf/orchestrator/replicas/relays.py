@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.cluster.handles import LONG_SECONDS, GeneratorHandle
@@ -35,6 +37,9 @@ class Relays:
         self._state = state
         self._hosts = weakref.WeakKeyDictionary[GeneratorHandle, str]()  # who is restarted has another handle
         self._holders: dict[str, _Holder] = {}  # by machine
+        self._pulled = state.config.async_.on_weight_update == "pull"
+        self._lent: dict[object, tuple[str, Ticket]] = {}  # of each load under way: its machine, and what it reads
+        self._lost = False  # whether no version has come since the learner's death
 
     async def spread(self, members: list[Replica], send: Callable[[list[Replica]], Awaitable[None]]) -> None:
         """Bring the newest version to the machine of every live member. ``send`` transfers it to replicas, and removes
@@ -59,14 +64,48 @@ class Relays:
                 if ticket is not None:
                     host = self._hosts[replica.handle]
                     self._holders[host] = _Holder(replica, replica.handle, ticket)
+                    self._lost = False
                     done.add(host)
+
+    def held(self, replica: Replica) -> int | None:
+        """The version that the replica's machine holds; None if its holder died or it never had one, and a transfer
+        would bring it; -1 if there is none to bring, after the learner's death."""
+        if self._lost:
+            return -1
+        holder = self._holders.get(self._hosts.get(replica.handle, ""))
+        return holder.ticket.version if holder is not None and holder.ticket is not None and holder.lives else None
+
+    def forget(self) -> None:
+        """The learner is lost: what the machines hold is of no use."""
+        self._holders, self._lost = {}, True
 
     def ticket(self, replica: Replica) -> tuple[Ticket, ...]:
         """Where the replica loads from: a neighbour's memory, or, if empty, what it has staged itself."""
         holder = self._holders.get(self._hosts.get(replica.handle, ""))
-        if holder is None or holder.ticket is None or holder.handle is replica.handle:
+        if holder is None or holder.ticket is None or (holder.handle is replica.handle and not self._pulled):
             return ()
         return (holder.ticket,)
+
+    @contextmanager
+    def lent(self, replica: Replica) -> Iterator[tuple[Ticket, ...]]:
+        """:meth:`ticket`, for a load within this context: until its end a holder that is pulled from leaves that memory
+        as it is (:meth:`read`)."""
+        tickets, load = self.ticket(replica), object()
+        for ticket in tickets:
+            self._lent[load] = self._hosts[replica.handle], ticket
+        try:
+            yield tickets
+        finally:
+            self._lent.pop(load, None)
+
+    def read(self, replica: Replica) -> tuple[tuple[tuple[Any, ...], ...], ...]:
+        """The further argument of ``GeneratorWorker.receive``: with pull, the memories in which loads of this machine
+        read or may begin to; else none, since all loads have ended when the next version comes."""
+        if not self._pulled:
+            return ()
+        host = self._hosts[replica.handle]
+        present = tuple(ticket.refs for ticket in self.ticket(replica))
+        return ((*present, *(ticket.refs for at, ticket in self._lent.values() if at == host)),)
 
     def bury(self, replica: Replica, error: WeightSyncError) -> bool:
         """Whether the replica could not load because its holder ended before: it is then reported as dead, since it has

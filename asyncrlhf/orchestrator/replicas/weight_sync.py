@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 
 from asyncrlhf.actors.learner import LearnerWorker
@@ -15,6 +16,7 @@ from asyncrlhf.engines.engine import CacheMode
 from asyncrlhf.errors import LearnerLostError, ReplicaError, WeightSyncError
 from asyncrlhf.orchestrator.replicas.audits import Audits
 from asyncrlhf.orchestrator.replicas.direct_load import DirectLoads
+from asyncrlhf.orchestrator.replicas.load_times import Pulls, cache_mode, may_load
 from asyncrlhf.orchestrator.replicas.relays import Relays
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.transport.protocol import LostReceiversError, Ticket, TransferStats
@@ -23,7 +25,7 @@ GRACE_SECONDS = 1.0  # beyond the transport's own time-out, whose sentence says 
 
 
 class WeightPublisher:
-    """Makes one publish at a time; ``busy`` from the snapshot until every live replica has loaded it."""
+    """Makes one publish at a time; ``busy`` until all live replicas, or with pull their machines, have it."""
 
     def __init__(
         self, state: RunState, runtime: Runtime, vocab_size: int, hand_over: Callable[[], Awaitable[None]]
@@ -32,19 +34,17 @@ class WeightPublisher:
         self._state, self._runtime, self._hand_over = state, runtime, hand_over
         self._task: asyncio.Task[None] | None = None
         self._group: list[GeneratorHandle] | None = None  # by handle: a replica that was restarted is another member
-        self._publishes = 0
+        self._publishes = self._rejoining = 0
         self._ready: Awaitable[Offer] | None = None  # the next publish's snapshot, made in the learner's turn
-        self._audits = Audits(state, runtime, vocab_size)
+        self.audits = Audits(state, runtime, vocab_size)
         self._lock = asyncio.Lock()
-        self._direct = DirectLoads(state, runtime)
-        self._relays = Relays(state)
+        self._direct, self._relays = DirectLoads(state, runtime), Relays(state)
+        self.pulls = Pulls(state, self._relays, self._pull)
         self._seconds = state.config.weights.timeout_seconds
         self._mapped: tuple[Ticket, ...] = ()  # where replicas map the learner's memory: of the newest snapshot
-        self._rejoining = 0
         self._lost: LearnerLostError | None = None  # met by a rejoin
         self._down = False  # from the learner's death until it has weights again
-        self.last_seconds = 0.0
-        self.snapshot_seconds = 0.0  # for which the newest snapshot blocked the learner
+        self.last_seconds = self.snapshot_seconds = 0.0  # the newest publish, and for which it blocked the learner
         self.sent: TransferStats | None = None  # of the newest transfer to replicas that stage
         self.waiting_for = ""
 
@@ -73,17 +73,13 @@ class WeightPublisher:
             await self._ready
 
     def _snapshot(self) -> Awaitable[Offer]:
-        return self._runtime.learner.snapshot(self._audits.due(self._publishes))
-
-    @property
-    def mismatch_kl(self) -> float:
-        return self._audits.mismatch_kl
+        return self._runtime.learner.snapshot(self.audits.due(self._publishes))
 
     @property
     def failure(self) -> BaseException | None:
-        """The error of the last publish, or the learner's death if a rejoin met it; None if there is none."""
-        if self._lost is not None:
-            return self._lost
+        """The error of the last publish or of a pull, or the learner's death if a rejoin met it; None without one."""
+        if found := self._lost or self.pulls.failure:
+            return found
         ended = self._task is not None and self._task.done() and not self._task.cancelled()
         return self._task.exception() if ended and self._task is not None else None
 
@@ -95,14 +91,15 @@ class WeightPublisher:
         """Wait until every live replica has loaded the publish under way; raises its error."""
         await self._state.changed.wait_for(lambda: not self.busy)
         self.raise_if_failed()
+        await self.pulls.level()
 
     async def forget(self) -> None:
         """The learner is lost: cancel the publish under way, forget the weight group. The next publish is a first."""
-        self._down = True
+        self._down, self._publishes, self.waiting_for = True, 0, ""
         await self.close()
+        self.pulls.forget()
         self._task = self._group = self._lost = self._ready = None
         self._direct.forget()
-        self._publishes, self.waiting_for = 0, ""
 
     def found(self) -> None:
         """The learner is back: replicas may rejoin."""
@@ -113,6 +110,7 @@ class WeightPublisher:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        await self.pulls.close()
 
     async def _publish(self, version: int, offered: Awaitable[Offer]) -> None:
         started, note = self._state.now(), self._state.journal.note
@@ -125,10 +123,11 @@ class WeightPublisher:
                 members = [r for r in self._state.replicas if r.alive]
                 note("publish", version=version, replicas=[r.name for r in members])
                 members = await self._send_staged(members)
-                await asyncio.gather(*(self._load_in_turn(replica, version) for replica in members if replica.alive))
+                await asyncio.gather(*(self._load_in_turn(r, version) for r in members if not self.pulls.on))
                 self._state.published_version = version
                 note("published", version=version)
-                await self._audits.make(members, version, offer)
+            await self.pulls.level(offer.probe_logprobs is not None)  # an audit needs all at this version
+            await self.audits.make(members, version, offer)
             await handing  # before the next snapshot takes this one's place
         finally:
             if handing is not None:
@@ -179,10 +178,7 @@ class WeightPublisher:
             self._mapped = (ticket,)
             return []
         self.waiting_for = f"weights to reach {_names(members)}"
-        receiving = {
-            asyncio.create_task(self._state.heard(r, r.handle.call(LONG_SECONDS, GeneratorWorker.receive, ticket))): r
-            for r in members
-        }
+        receiving = {asyncio.create_task(self._receive(r, ticket)): r for r in members}
         failures: list[BaseException] = []
         try:
             self.sent = await self._runtime.learner.call(LONG_SECONDS, LearnerWorker.transfer, ticket)
@@ -198,6 +194,10 @@ class WeightPublisher:
         if failures:
             self._group = None
         return failures
+
+    async def _receive(self, replica: Replica, ticket: Ticket) -> None:
+        read = self._relays.read(replica)
+        await self._state.heard(replica, replica.handle.call(LONG_SECONDS, GeneratorWorker.receive, ticket, *read))
 
     async def _ticket(self) -> Ticket:
         """The ticket of the newest snapshot, whose bytes also set the time limit of transfers and loads."""
@@ -225,16 +225,13 @@ class WeightPublisher:
             if (reason := error.receivers.get(replica.name)) is not None:
                 self._state.died(replica, ReplicaError(f"{replica.name} {reason} during a weight transfer"))
 
-    @property
-    def _cache_mode(self) -> CacheMode:
-        interrupt = not self._state.scheduled and self._state.config.async_.on_weight_update == "interrupt"
-        return "recompute" if interrupt else "keep"
-
     async def _load_in_turn(self, replica: Replica, version: int) -> None:
         """Load when ``async.on_weight_update`` allows it."""
-        await self._wait_to_load(replica, version)
+        self.waiting_for = f"{replica.name} to finish its rollouts before it loads version {version}"
+        await may_load(self._state, replica)
+        self.waiting_for = ""
         try:
-            await self._load(replica, version, self._cache_mode)
+            await self._load(replica, version, cache_mode(self._state))
         finally:
             replica.draining = False
         self._state.touch(replica)
@@ -249,42 +246,37 @@ class WeightPublisher:
 
     async def _load_received(self, replica: Replica, version: int, cache: CacheMode) -> None:
         """Ask the replica to load; after that the gate counts the replica at ``version``."""
+        if not replica.alive:
+            return
+        epoch, handle, replica.asked = self._state.epoch, replica.handle, version
+        self._state.journal.note("load", replica=replica.name, version=version)
         try:
-            if replica.alive:
-                epoch, replica.asked = self._state.epoch, version
-                self._state.journal.note("load", replica=replica.name, version=version)
-                there = self._mapped or self._relays.ticket(replica)
-                await replica.handle.call(self._seconds, GeneratorWorker.load, version, cache, *there)
-                if epoch == self._state.epoch:  # else the learner died meanwhile, and the version with it
-                    replica.version = version
-                    self._state.journal.note("loaded", replica=replica.name, version=version)
-        except ReplicaError as error:
-            self._state.died(replica, error)
+            with self._relays.lent(replica) as there:
+                call = handle.call(self._seconds, GeneratorWorker.load, version, cache, *(self._mapped or there))
+                await self._state.heard(replica, call)
         except WeightSyncError as error:
             await self._ticket()  # raises the learner's death, with which the memory to load from is gone
             if not self._relays.bury(replica, error):
                 raise
+        # Else the learner died meanwhile, and the version with it; or the replica did.
+        if epoch == self._state.epoch and replica.alive and replica.handle is handle:
+            replica.version = version
+            self._state.journal.note("loaded", replica=replica.name, version=version)
 
-    async def _wait_to_load(self, replica: Replica, version: int) -> None:
-        """If the mode drains (``drain``, and all scheduled modes), wait until the replica has nothing in flight."""
-        mode = "drain" if self._state.scheduled else self._state.config.async_.on_weight_update
-        if mode == "drain":
-            # A scheduled batch must be generated whole by its version: wait for its admission as well as for its end.
-            drained = self._schedule_done if self._state.scheduled else lambda: not replica.in_flight
-            self.waiting_for = f"{replica.name} to finish its rollouts before it loads version {version}"
-            replica.draining = not self._state.scheduled
-            await self._state.emptied.wait_for(lambda: not replica.alive or drained())
-            self.waiting_for = ""
-
-    def _schedule_done(self) -> bool:
-        state = self._state
-        held = min((r.version for r in state.replicas if r.alive), default=-1)
-        nothing_due = held < 0 or state.gate.room(held) < state.config.num_generations
-        under_way = state.requeue or state.episodes.at or any(r.in_flight for r in state.replicas)
-        return nothing_due and not under_way
+    async def _pull(self, replica: Replica) -> None:
+        """Load the version that the replica's machine holds; a machine whose holder died gets the newest one first."""
+        while replica.alive and self._relays.held(replica) is None:
+            async with self._undisturbed():
+                await self._send_staged([replica])
+        if replica.alive and (version := self.pulls.newest(replica)) >= 0:
+            await self._load_received(replica, version, "keep")
 
     async def rejoin(self, replica: Replica) -> None:
         """Load the others' version on a restarted replica; if the learner dies meanwhile, again when it is back."""
+        if self.pulls.on:
+            async with self._lock:  # a transfer under way must not take it for the one that died
+                replica.alive = True
+            return await self.pulls.join(replica)
         while replica.version < 0:
             learner = self._runtime.learner
             try:
@@ -300,12 +292,18 @@ class WeightPublisher:
 
     async def _rejoin(self, replica: Replica) -> None:
         await self._until_newest_is_published()
+        async with self._undisturbed():
+            replica.alive = True
+            await self._send_staged([replica])
+            await self._load(replica, self._state.published_version, "keep")
+
+    @asynccontextmanager
+    async def _undisturbed(self) -> AsyncIterator[None]:
+        """Within this context no other transfer begins, and no snapshot takes the place of the present one."""
         self._rejoining += 1
         try:
             async with self._lock:
-                replica.alive = True
-                await self._send_staged([replica])
-                await self._load(replica, self._state.published_version, "keep")
+                yield
         finally:
             self._rejoining -= 1
             self._state.progressed()

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 
 from asyncrlhf.data.sources import PromptSource
+from asyncrlhf.orchestrator.replicas.load_times import Pulls
 from asyncrlhf.orchestrator.replicas.pacing import Pacing
 from asyncrlhf.orchestrator.rollouts.episodes import Episodes
 from asyncrlhf.orchestrator.rollouts.work import Plan
@@ -26,12 +27,11 @@ class Dispatcher:
     With ``episodes`` a rollout begins there, and its turns come back to be sampled."""
 
     def __init__(
-        self, state: RunState, source: PromptSource, sampling: SamplingParams, episodes: Episodes | None = None
-    ) -> None:
-        self._state = state
-        self._episodes = episodes
-        self._source = source
-        self._sampling = sampling
+        self, state: RunState, source: PromptSource, sampling: SamplingParams, pulls: Pulls,
+        episodes: Episodes | None = None,
+    ) -> None:  # fmt: skip
+        self._state, self._source, self._sampling = state, source, sampling
+        self._pulls, self._episodes = pulls, episodes
         self._pacing = Pacing(state, self._probe)
         self._last_prompt: Prompt | None = None
         self._next_probe_id = FIRST_PROBE_ID
@@ -54,13 +54,14 @@ class Dispatcher:
         """Admit all groups that have room now; returns the work by replica, which the ledger already records."""
         plan = Plan()
         self._state.forget_late()
+        self._pulls.look()
         self._pacing.look()
         if self._state.stopping and not self._state.scheduled:
             return plan  # a schedule is completed anyway: a resume could not replace the lost version
         self._plan_requeued(plan)
         if self._state.resting:
             return plan
-        while (replica := self._choose()) is not None and self._has_room(replica, plan):
+        while (replica := self._choose(plan)) is not None and self._has_room(replica.version, plan):
             self._admit_group(replica, plan)
         return plan
 
@@ -93,11 +94,10 @@ class Dispatcher:
         it is free."""
         version = group.version
         if not self._state.scheduled:
-            last = self._state.episodes.last.get(rollout_id)
-            same = next((r for r in self._state.replicas if r.name == last), None)
+            same = next((r for r in self._state.replicas if r.name == self._state.episodes.last.get(rollout_id)), None)
             if same is not None and same.takes_work and same.version >= version and same.has_slot(rollout_id):
                 return same
-            chosen = self._pacing.choose(1)
+            chosen = self._pulls.chosen(lambda: self._pacing.choose(1), lambda held: held >= version)
             if chosen is None or chosen.version >= version:
                 return chosen
         able = [r for r in self._state.replicas if r.takes_work]
@@ -109,19 +109,21 @@ class Dispatcher:
         able = [r for r in able if r.version >= version and self._pacing.may_take(r, 1)]
         return max(able, key=lambda r: r.free_slots, default=None)
 
-    def _has_room(self, replica: Replica, plan: Plan) -> bool:
+    def _has_room(self, version: int, plan: Plan) -> bool:
+        """Whether a group may begin on a replica that holds ``version``."""
         state, size = self._state, self._state.config.num_generations
         most = state.config.episode.concurrency
         if most and len(state.episodes.at) + len(plan.episodes) + size > max(most, size):
             return False
-        return state.gate.room(replica.version) >= size and state.buffer.free >= size
+        return state.gate.room(version) >= size and state.buffer.free >= size
 
-    def _choose(self) -> Replica | None:
+    def _choose(self, plan: Plan) -> Replica | None:
         """The replica with most free slots among those that can finish in time. In the scheduled modes groups go round
         robin instead, even beyond the free slots: which sequences share an engine's batch must not depend on a
         replica's speed."""
         if not self._state.scheduled:
-            return self._pacing.choose(self._state.config.num_generations)
+            size = self._state.config.num_generations
+            return self._pulls.chosen(lambda: self._pacing.choose(size), lambda held: self._has_room(held, plan))
         able = [r for r in self._state.replicas if r.takes_work]
         everyone = len(able) == sum(r.alive for r in self._state.replicas) and len({r.version for r in able}) == 1
         return able[self._state.next_group_id % len(able)] if everyone else None
@@ -167,7 +169,6 @@ class Dispatcher:
         """Sample one rollout outside of the ledger, as an evaluation does: no loop waits for it and it never trains."""
         if self._last_prompt is None:
             return False
-        seed = request_seed(self._state.config.seed, self._next_probe_id)
-        request = GenerationRequest(self._next_probe_id, self._next_probe_id, self._last_prompt, seed, self._sampling)
+        request = self._request(self._next_probe_id, self._next_probe_id, self._last_prompt)
         self._next_probe_id -= 1
         return bool(await self._state.heard(replica, replica.handle.generate([request])))

@@ -424,7 +424,8 @@ class Replay:
                 f"journal.jsonl: version {version} was published after {before}, against publish_every={every}."
             )
         self.history.open_publish, self._published = version, version
-        self._awaited = set(line["replicas"])
+        # With pull a version is published when the machines hold it; replicas load it later, or never.
+        self._awaited = set() if rules.asynchrony.on_weight_update == "pull" else set(line["replicas"])
         self.history.publishes += 1
 
     def _on_load(self, line: dict[str, Any]) -> None:
