@@ -331,7 +331,7 @@ class SessionRun:
         self.faults.crash = lambda: self._crash(running)
         checking = asyncio.create_task(self._check(controller, runtime, running), name="check")
         if self.stop_at is not None:
-            loop.call_later(self.stop_at, lambda: self.faults.tell(f"STOP: {controller.stop()}"))
+            loop.call_later(self.stop_at, lambda: self.faults.tell(f"STOP: {controller.stop('its limit')}"))
         await asyncio.wait([running])
         checking.cancel()
         await asyncio.wait([checking])

@@ -56,6 +56,17 @@ def test_no_schedule_of_faults_breaks_a_promise(seeds: str) -> None:
     assert {f.kind for r in results for f in r.faults} >= {"kill", "hang", "late", "freeze", "duplicate", "unanswered"}
 
 
+# 51: a replica that was started again during a transfer was taken for the one that had died in it.
+PULL_SEEDS = {"few": (38, 51, *range(3, 200, 32)), "all": range(200)}
+
+
+@pytest.mark.more_but("few")
+@pytest.mark.parametrize("seeds", PULL_SEEDS)
+def test_no_schedule_of_faults_breaks_a_promise_of_replicas_that_pull(seeds: str) -> None:
+    results = [simulate(seed, pulls=True) for seed in PULL_SEEDS[seeds]]
+    assert not any(r.broken for r in results), sentences(results)
+
+
 @pytest.mark.more_but("few")
 @pytest.mark.parametrize("seeds", EPISODE_SEEDS)
 def test_no_schedule_of_faults_breaks_a_promise_of_episodes(seeds: str) -> None:
