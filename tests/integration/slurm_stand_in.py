@@ -47,6 +47,7 @@ def batch(script: Path, *words: str, warn_at: int) -> tuple[int, bool]:
     environment = {
         **os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": JOB, "SLURM_JOB_NODELIST": "here",
         "SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_PER_TASK": "4", "SLURM_GPUS_ON_NODE": "0",
+        "TMPDIR": os.environ["RAY_TMPDIR"],
     }  # fmt: skip
     with (folder / "job.log").open("a") as log:
         job = subprocess.Popen(

@@ -115,12 +115,14 @@ def test_a_warning_to_all_processes_of_a_job_ends_the_run_alone(tmp_path: Path) 
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(("runtime", "seed"), [("ray", 0), ("ray", 1), ("local", 2), ("local", 3)])
-def test_five_notices_of_twenty_cost_no_step(runtime: str, seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("runtime", "seed", "notices"), [*(("ray", seed, 2) for seed in range(5)), ("local", 5, 5), ("local", 6, 5)]
+)
+def test_twenty_notices_in_all_cost_no_step(runtime: str, seed: int, notices: int, tmp_path: Path) -> None:
     """The run ends within the notice each time, and the next attempt goes on where it ended."""
     draw, before = random.Random(seed), 0
     options = (*FAKE, *QUIET, "steps=100000", "checkpoint.resume=auto", f"runtime={runtime}")
-    for _ in range(5):
+    for _ in range(notices):
         with started(tmp_path, *options) as command:
             own = command.until(before + draw.randint(1, 4))
             number = draw.choice([*NOTICES, 0])

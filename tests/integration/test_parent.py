@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -174,12 +174,21 @@ def test_without_rays_processes_a_run_ends_in_seconds(lost: str, tmp_path: Path)
     with started(tmp_path, *FAKE, *QUIET, "steps=100000", "checkpoint.every=5") as command:
         own = command.until(8)
         below = own.children(recursive=True)
+        assert named_memory([own, *below]) == [], "it would stay in /dev/shm"
         next(process for process in below if process.name() == lost).kill()
         began = time.monotonic()
         code, said = command.end()
         assert code == 1 and len(said) == 1 and f"Ray lost its {NAMES[lost]} ({lost})" in said[0], said
         assert time.monotonic() - began < 30
         wait_for(lambda: not any(lives(process.pid) for process in below), "end of Ray's processes")
+
+
+def named_memory(processes: Sequence[psutil.Process]) -> list[str]:
+    """Shared memory of these processes that has a name."""
+    found = [line for process in processes for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
+    shared = [line for line in found if "/dev/shm/" in line]
+    assert shared, "Ray's object store is there"
+    return [line for line in shared if not line.endswith("(deleted)")]
 
 
 NAMES = {"raylet": "node process", "gcs_server": "control store"}
