@@ -66,6 +66,16 @@ def test_a_version_enters_each_machine_once(tmp_path: Path, monkeypatch: pytest.
     assert all(abs(row["mismatch_kl"]) < 1e-6 for row in done.metrics)
 
 
+def test_replicas_pull_from_their_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = machines(monkeypatch)
+    pull = ("async=async", "async.on_weight_update=pull", "weights.audit_every=3", "weights.delta=sparse")
+    done = run(tmp_path, *SMALL, *pull, "generator.replicas=4", "steps=8")
+    done.assert_ledger_whole()
+    assert set(sent) == {"generator-0", "generator-1"}, "a version enters each machine once"
+    assert sent["generator-0"] == sent["generator-1"] and sent["generator-0"][-1] == 8
+    assert all(abs(row["mismatch_kl"]) < 1e-6 and row["staleness_max"] <= 2 for row in done.metrics)
+
+
 @pytest.mark.parametrize("when", ["receive", "load"])
 def test_a_holder_dies_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     """As it receives version 2; or once it holds it, before a neighbour has mapped its memory."""
