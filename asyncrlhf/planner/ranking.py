@@ -154,7 +154,7 @@ def costs_of(layout: Layout, subject: Subject) -> Any:
 def bytes_of(layout: Layout, subject: Subject) -> tuple[Bytes, Bytes]:
     """Bytes on (one device of a replica, one learner rank)."""
     shape, work = subject.shape, subject.workload
-    held = layout.slots * (work.prompt + work.mean)
+    held = layout.slots * (work.prompt + min(work.mean, work.kept))
     generator = generator_bytes(shape, held, layout.tensor, layout.pipeline, dtype=subject.dtype)
     learner = learner_bytes(
         shape, layout.sharding, layout.ranks, max(subject.token_budget, round(work.prompt) + work.longest),
@@ -252,7 +252,7 @@ def estimate(layout: Layout, subject: Subject, train: float | None = None) -> Es
     costs = costs_of(layout, subject)
     if train is None:
         train = costs.train([round(work.prompt + work.mean)] * batch)
-    running, context = layout.in_flight / layout.replicas, work.prompt + work.mean / 2
+    running, context = layout.in_flight / layout.replicas, work.prompt + min(work.mean / 2, work.kept)
     prefill = costs.prefill(round(work.prompt)) / subject.siblings
     rate = layout.replicas / (work.mean * costs.decode(running, context) / running + prefill)
     share = batch / layout.replicas  # rollouts of one batch per replica

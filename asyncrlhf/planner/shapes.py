@@ -115,7 +115,7 @@ class Cluster:
 @dataclass(frozen=True)
 class Workload:
     """Lengths in tokens: prompts of ``prompt``; responses log-normal with ``mean`` and coefficient of variation ``cv``,
-    at most ``longest``, or drawn from the recorded ``lengths`` if given.
+    at most ``longest``, or drawn from the recorded ``lengths`` if given. The cache holds at most ``kept`` of each.
     """
 
     prompt: float
@@ -123,6 +123,7 @@ class Workload:
     cv: float
     longest: int
     lengths: tuple[int, ...] = ()
+    kept: float = math.inf
 
     @classmethod
     def from_lengths(cls, prompt: float, lengths: Sequence[int], cut: Sequence[int] = (), longest: int = 0) -> Workload:

@@ -89,6 +89,8 @@ PANELS = (
     _age("Staleness that arose in the queue", "_in_queue"),
     Panel("Effective sample size, tokens", "fraction of the tokens", "ess_fraction", _AGE, limits=(0.0, 1.05)),
     Panel("Effective sample size, sequences", "fraction of the samples", "ess_fraction_seq", _AGE, limits=(0.0, 1.05)),
+    Panel("What a smaller cache changes", "KL, nats per token at one version", "cache_kl", _AGE, quiet=True),
+    Panel("Lower tail under a smaller cache", "whole / sampler, 5% quantile", "cache_ratio_low", _AGE, quiet=True),
     Panel("Learner idle", "fraction of the time", "learner_idle_fraction", _SPEED, limits=_FRACTION),
     Panel("Generators idle", "fraction of the time", "generator_idle_fraction", _SPEED, limits=_FRACTION),
     Panel("Throughput", "trained samples/s", "samples_per_second", _SPEED),

@@ -98,9 +98,11 @@ def task_of(
         raise ConfigError(
             "plan: no response lengths are known; give --mean-length TOKENS (and --cv, --prompt-length), or --from RUN."
         )
+    smaller, longest = config.generator.kept, config.generator.max_completion_length
+    lengths = known.lengths if smaller is None else replace(known.lengths, kept=smaller.budget(longest))
     subject = Subject(
         shape_of(config),
-        known.lengths,
+        lengths,
         config.num_generations,
         clusters,
         layout_of(config, known.costs is not None),

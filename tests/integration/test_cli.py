@@ -215,7 +215,8 @@ def test_report_draws_a_finished_run(finished: Path, here: Path, capsys: pytest.
     assert capsys.readouterr().out == "Report: drawn/index.html\n"
     assert (here / "drawn" / "index.html").stat().st_size > 10_000
     logged = {key for line in (finished / "metrics.jsonl").read_text().splitlines() for key in json.loads(line)}
-    rare = {"heldout_accuracy", "weights_changed_fraction"}  # the latter with weights.delta
+    # The latter with weights.delta and generator.cache.
+    rare = {"heldout_accuracy", "weights_changed_fraction", "cache_kl", "cache_ratio_low"}
     assert {name for panel in PANELS for name in panel.metrics} - rare - logged == set()
 
 

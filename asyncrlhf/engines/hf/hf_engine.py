@@ -57,7 +57,7 @@ class HFEngine(Engine):
         self._offload = Offload(model.device) if offloads or model.device.type == "cuda" else None
         kept = None if cache is None else Kept(cache, cache.budget(longest), self._separators)
         self._passes, self.note = find_passes(model, slots, routes, kept)
-        self._facts = None if cache is None else CacheFacts(cache, longest, self._passes)
+        self._facts = None if cache is None else CacheFacts(cache, longest, self._passes, sampled)
         self._sampled_ids = sampled
         super().__init__(slots, version, context_of(model.config), int(embedding.num_embeddings))
         self._table = SlotTable(slots, RouteTable(model, slots) if routes else None)
@@ -110,7 +110,7 @@ class HFEngine(Engine):
         request, evicted = self._table.requests[row], int(self._table.rows["evicted"][row])
         rollout = self._table.take(row, reason)
         if self._facts is not None and request is not None:
-            rollout = self._facts.told(rollout, request.sampling, evicted, self.version, self._sampled_ids)
+            rollout = self._facts.told(rollout, request.sampling, evicted, self.version)
         return rollout
 
     def _separators(self, ids: IntArray) -> NDArray[np.bool_]:
@@ -185,6 +185,8 @@ class HFEngine(Engine):
         return self._table.sampled()
 
     def _give_up(self, gone: set[int]) -> None:
+        if self._facts is not None:
+            self._facts.forget(gone)
         for row in range(self._table.count):
             request = self._table.requests[row]
             if request is not None and request.rollout_id in gone:
@@ -232,6 +234,8 @@ class HFEngine(Engine):
 
     def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], cache: CacheMode) -> None:
         with self._weights_here():
+            if self._facts is not None:
+                self._facts.before_load(self._table, self.version)
             load_named_weights(self._model, weights)
         self.version = version
         if cache == "recompute":

@@ -102,6 +102,11 @@ def test_bytes_of_both_sides_are_exact() -> None:
     assert generator.parts["weights"] == 2 * LLAMA_8B.parameters
     assert generator.parts["key-value cache"] == 64 * 2000 * 131_072
     assert learner.parts["weights and optimizer"] == LLAMA_8B.parameters * (2 + 16 / 4)
+    smaller = replace(subject, workload=replace(work, kept=250.0))
+    assert bytes_of(Layout(slots=64), smaller)[0].parts["key-value cache"] == 64 * 1250 * 131_072
+    assert estimate(Layout(slots=64), smaller).generation < estimate(Layout(slots=64), subject).generation, (
+        "it reads less"
+    )
     wide, _ = bytes_of(Layout(slots=64), replace(subject, dtype="float32"))
     assert wide.total == 2 * generator.total
     checkpointed = {d: learner_bytes(LLAMA_8B, "fsdp2", 8, 1000, dtype=d, frozen=1).parts for d in DTYPES}

@@ -1,0 +1,43 @@
+"""The study of compressed caches: what its ledger rewards, and that each of its runs is allowed."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+
+from asyncrlhf.config.compose import load_config
+from asyncrlhf.engines.cache_config import read_cache
+
+ledger = import_module("experiments.40_chunk_sink.ledger")
+caches = import_module("experiments.40_chunk_sink.caches")
+lab = import_module("experiments.40_chunk_sink.train")
+RIGHT = "00+5=05 05+8=13 13+3=16 16+9=25 25+1=26 26+2=28 28+7=35 35+4=39 05 13 16 25 26 28 35 39"
+
+
+def test_lines_and_repeated_totals_count_the_same() -> None:
+    assert ledger.answer("58391274") == RIGHT and len(RIGHT) < ledger.LONGEST
+    assert ledger.score("58391274=", RIGHT) == 1
+    assert ledger.halves("58391274=", RIGHT[:-2] + "38") == (1.0, 7 / 8)
+    assert ledger.halves("58391274=", RIGHT.replace("13+3=16", "13+3=17")) == (7 / 8, 1.0)
+    assert ledger.reward(["58391274="], [""]) == [0.0]
+
+
+def test_test_prompts_are_of_another_seed_and_the_same_each_time() -> None:
+    assert ledger.prompts(2, 8) == ledger.prompts(2, 8) != ledger.prompts(1, 8)
+
+
+@pytest.mark.parametrize("cell", list(caches.grid())[: 1 + len(caches.SHARES) * len(caches.POLICIES)], ids=str)
+def test_each_share_leaves_something_to_choose_from(cell: object) -> None:
+    cache = caches.cache_of(cell.policy, cell.share)  # type: ignore[attr-defined]
+    if cache is not None:
+        assert cache.budget(ledger.LONGEST) > cache.window + cache.every
+
+
+@pytest.mark.parametrize("arm", lab.ARMS, ids=str)
+def test_runs_are_allowed_and_differ_by_their_arm_alone(arm: tuple[str, float, int, str]) -> None:
+    config = load_config([*lab.overrides(lab.Cell(*arm, lab.RATE, 0)), "task.path=rows.jsonl", "run_dir=unused"])
+    cache = read_cache(config.generator.cache, config.generator.max_completion_length)
+    assert (cache is None) == (arm[0] == "full")
+    assert cache is None or (cache.policy, cache.share) == (caches.POLICIES[arm[0]][0], arm[1])
+    assert config.algorithm.correction == {"none": "none", "tis": "truncate", "decoupled": "mask"}[arm[3]]
