@@ -84,9 +84,15 @@ def test_killed_runs_end_as_unbroken_ones(tmp_path: Path, mode: str) -> None:
         assert one == other
 
 
-@pytest.mark.parametrize("mode", ["async", pytest.param("drain", marks=pytest.mark.thorough)])
-def test_with_a_model_that_samples(tmp_path: Path, mode: str) -> None:
-    options = (*SAMPLED, *MODES[mode], "checkpoint.resume=auto")
+PART = "generator.cache={policy:heavy_hitters,share:0.5,window:4,every:2,compare_every:4}"
+
+
+@pytest.mark.parametrize(
+    ("mode", "cache"),
+    [("async", "generator.cache=full"), ("async", PART), pytest.param("drain", PART, marks=pytest.mark.thorough)],
+)
+def test_with_a_model_that_samples(tmp_path: Path, mode: str, cache: str) -> None:
+    options = (*SAMPLED, *MODES[mode], cache, "checkpoint.resume=auto")
     whole = run(tmp_path / "whole", *options)
     again = killed_and_resumed(tmp_path / "killed", whole, 1, *options)
     for one, other in zip(told(again), told(whole), strict=True):
