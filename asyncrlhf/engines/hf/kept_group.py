@@ -71,9 +71,10 @@ class KeptGroup(LayerGroup):
 
     def copy_rows(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
         super().copy_rows(source, target, length)
-        for data in (self._positions, self._scores, self._gone):
+        for data in (self._positions, self._scores):
             if data.numel():
                 data[:, target, :, :length] = data[:, source, :, :length]
+        self._gone[:, target] = self._gone[:, source]  # also where the row has still to come: all of it says "stays"
 
     def newest(self, plan: GroupPlan, last: torch.Tensor) -> torch.Tensor:
         places = plan.places[: len(last)]

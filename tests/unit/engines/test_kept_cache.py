@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from asyncrlhf.engines.cache_config import CacheConfig, read_cache
 from asyncrlhf.engines.engine import named_weights
 from asyncrlhf.engines.generator_config import GeneratorConfig
-from asyncrlhf.engines.hf import forward
+from asyncrlhf.engines.hf import forward, slots
 from asyncrlhf.engines.hf.cache_facts import is_separator
 from asyncrlhf.engines.hf.hf_engine import HFEngine
 from asyncrlhf.engines.hf.kept_group import KeptGroup
@@ -277,3 +277,12 @@ def test_other_engines_keep_every_token() -> None:
 def test_punctuation_and_line_ends_separate() -> None:
     assert all(is_separator(text) for text in (".", ", ", " ;", "\n", " \n\n", "?!", "}"))
     assert not any(is_separator(text) for text in ("", " ", "a", "a.", "1", "é", "中"))
+
+
+@pytest.mark.parametrize("config", [POLICIES[1], POLICIES[3]], ids=lambda c: c.policy)
+def test_rows_that_wait_for_their_prefill_score_nothing(config: CacheConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They pass along with the others on what their places happen to hold."""
+    engine = make_engine("llama", config)
+    monkeypatch.setattr(slots, "PREFILL_TOKENS", 24)
+    schedule = Schedule(engine, "llama", 2)
+    assert schedule.check(schedule.run(requests(2), 0.2), config) < 1e-4
