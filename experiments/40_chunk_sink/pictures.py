@@ -1,6 +1,6 @@
 """Attention by layer and key-value head over one right answer of the study's task, with the chunks that are found.
 
-python -m experiments.40_chunk_sink.pictures --model tiny-ledger/step-400 [--digits 58391274] [--chunks 16]
+python -m experiments.40_chunk_sink.pictures --model tiny-ledger/step-600 [--digits 58391274] [--chunks 16]
 """
 
 from __future__ import annotations
