@@ -54,7 +54,7 @@ class RelayReceiver(CollectiveReceiver):
         return weights
 
     def _spare(self, ticket: Ticket, read: Sequence[Any]) -> SharedBuckets:
-        """Memory that nobody reads; of earlier versions no other such memory remains."""
+        """Memory that no load reads; of earlier versions no other such memory remains."""
         free = [memory for memory in self._earlier if memory.place not in read]
         self._earlier = [memory for memory in self._earlier if memory.place in read]
         for memory in free[1:]:

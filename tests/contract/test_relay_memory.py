@@ -47,7 +47,7 @@ def test_a_version_that_is_read_stays_while_the_next_ones_arrive(link: Link) -> 
         assert_same(loaded(ticket), model(float(version)))
     assert_same(held, model(1.0))
     fourth = pulled(link, 4, [third.refs])
-    assert fourth.refs in (first.refs, second.refs), "memory that nobody reads is used again"
+    assert fourth.refs in (first.refs, second.refs), "memory that no load reads is used again"
     assert_same(loaded(fourth), model(4.0))
     assert_same(loaded(third), model(3.0))
 

@@ -74,7 +74,7 @@ class KeptGroup(LayerGroup):
         for data in (self._positions, self._scores):
             if data.numel():
                 data[:, target, :, :length] = data[:, source, :, :length]
-        self._gone[:, target] = self._gone[:, source]  # also where the row has still to come: all of it says "stays"
+        self._gone[:, target] = self._gone[:, source]  # also of tokens to come, which the target may hide
 
     def newest(self, plan: GroupPlan, last: torch.Tensor) -> torch.Tensor:
         places = plan.places[: len(last)]
