@@ -110,7 +110,11 @@ def generate(shape: str, device: str, slots: int, length: int) -> dict[str, Any]
     started = time.perf_counter()
     tokens = _sampled(engine, shape, 2 * slots, length)
     seconds = time.perf_counter() - started
-    return {"seconds": seconds, "tokens_per_second": tokens / seconds, "peak_bytes": _peak(device)}
+    graphs = getattr(engine._passes, "graphs", None)
+    return {
+        "seconds": seconds, "tokens_per_second": tokens / seconds, "graphs": 0 if graphs is None else len(graphs),
+        "peak_bytes": _peak(device),
+    }  # fmt: skip
 
 
 def sleep(shape: str, device: str, slots: int, length: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
+from asyncrlhf.engines.hf.decode_graphs import DecodeGraphs
 from asyncrlhf.engines.hf.kept_group import Due, KeptGroup
 from asyncrlhf.engines.hf.kv_cache import ForwardPlan, Kept, KVCache
 from asyncrlhf.engines.hf.layer_shapes import find_layers
@@ -23,7 +24,6 @@ from asyncrlhf.models.copies import all_to_device
 from asyncrlhf.types import IntArray
 
 ATTENTION_NAME = "asyncrlhf_slots"
-Forward = Callable[[KVCache, ForwardPlan], torch.Tensor]  # -> logits [num_logits, V]
 
 _LEAN_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # the others depend on the sequence's length
@@ -77,18 +77,36 @@ class Passes(ABC):
 class SlotPasses(KVCache, Passes):
     """Packed passes over a static KV cache with one row per slot."""
 
-    def __init__(self, model: transformers.PreTrainedModel, slots: int, kept: Kept | None = None) -> None:
-        """Raises ConfigError for a model whose layers do not all call transformers' attention interface, or with
-        ``kept`` all have a sliding window."""
-        super().__init__(find_layers(model), slots, model.dtype, model.device, kept)
+    def __init__(
+        self, model: transformers.PreTrainedModel, slots: int, kept: Kept | None = None, graphs: bool = False
+    ) -> None:
+        """``graphs``: decode iterations become CUDA graphs, which know neither ``kept`` nor hooks of the model. Raises
+        ConfigError for a model whose layers do not all call transformers' attention interface, or with ``kept`` all
+        have a sliding window."""
+        super().__init__(find_layers(model), slots + graphs, model.dtype, model.device, kept)
         if kept is not None and not any(isinstance(group, KeptGroup) for group in self.groups):
             raise ConfigError(
                 f"generator.cache={kept.config.policy} has nothing to evict: all layers of {type(model).__name__} have "
                 "a sliding window, which bounds their cache; allowed: full."
             )
-        self._forward: Forward = LeanForward(model) if is_lean(model) else AttentionInterfaceForward(model)
+        self._forward = LeanForward(model) if is_lean(model) else AttentionInterfaceForward(model)
+        self.graphs = DecodeGraphs(self, self._forward, self._forward.held, slots) if graphs else None
+
+    def reserve(self, length: int, response: int = 0) -> None:
+        before = self.capacity
+        super().reserve(length, response)
+        if self.graphs is not None and self.capacity != before:
+            self.graphs.drop()
+
+    def release(self) -> None:
+        super().release()
+        if self.graphs is not None:
+            self.graphs.drop()
 
     def step(self, table: SlotTable, prefills: Sequence[Prefill]) -> torch.Tensor:
+        logits = None if self.graphs is None or prefills else self.graphs.step(table)
+        if logits is not None:
+            return logits
         return self._forward(self, self.placed(plan_step(table, prefills, self)))
 
     def evict(self, table: SlotTable) -> None:
@@ -98,7 +116,7 @@ class SlotPasses(KVCache, Passes):
         given = [rows, facts["prompt_length"], facts["evicted"], facts["length"] - 1]
         if self.kept.config.policy == "separators":
             given.append(self.kept.separators(table.tokens[rows]))
-        on_device = all_to_device([torch.from_numpy(np.ascontiguousarray(x)) for x in given], self._device)
+        on_device = all_to_device([torch.from_numpy(np.ascontiguousarray(x)) for x in given], self.device)
         due = Due(*on_device, *([None] * (5 - len(given))))
         for group in self.groups:
             if isinstance(group, KeptGroup):
@@ -175,6 +193,10 @@ class LeanForward:
         # With the weight it would round low precision at another place than the learner's module does.
         return norm.weight * F.rms_norm(hidden, width, None, epsilon)
 
+    def held(self) -> list[torch.Tensor]:
+        """What a pass reads, and a later one may replace."""
+        return [self._rotary]
+
     def __call__(self, cache: KVCache, plan: ForwardPlan) -> torch.Tensor:
         hidden = F.embedding(plan.input_ids, self._trunk.embed_tokens.weight)
         cos, sin = self._rotation(plan.positions, plan.longest)
@@ -207,6 +229,9 @@ class AttentionInterfaceForward:
         model.set_attn_implementation(ATTENTION_NAME)
         self._model = model
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def held(self) -> list[torch.Tensor]:
+        return []
 
     def __call__(self, cache: KVCache, plan: ForwardPlan) -> torch.Tensor:
         kept = {}

@@ -59,8 +59,8 @@ class KVCache:
         device: torch.device,
         kept: Kept | None = None,
     ) -> None:
-        """``shapes``: of each layer, by the index that :meth:`attend` gets. ``kept``: layers that see all earlier
-        tokens lose some; those with a window keep it."""
+        """``shapes``: of each layer, by the index that :meth:`attend` gets. ``slots``: rows. ``kept``: layers that see
+        all earlier tokens lose some; those with a window keep it."""
         members: dict[LayerShape, list[int]] = {}
         for layer, shape in shapes.items():
             members.setdefault(shape, []).append(layer)
@@ -77,7 +77,7 @@ class KVCache:
         self.capacity, self.dtype = 0, dtype
         self._places = 0  # of layers that evict
         self._asleep = 0  # the capacity before a release
-        self._device = device
+        self.device = device
 
     @property
     def nbytes(self) -> int:
@@ -107,7 +107,7 @@ class KVCache:
 
     def copy_rows(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
         """Copy what is kept of the first ``length`` positions of rows ``source`` to rows ``target``."""
-        src, dst = to_device(torch.tensor([source, target]), self._device)
+        src, dst = to_device(torch.tensor([source, target]), self.device)
         for group in self.groups:
             group.copy_rows(src, dst, length)
 
@@ -116,7 +116,7 @@ class KVCache:
         optional = [x for bucket in plan.buckets for x in (bucket.pad, bucket.unpad)]
         optional += [x for group in plan.groups for x in (group.source, group.rows, group.places, group.counts)]
         given = [plan.input_ids, plan.positions, *(x for x in optional if x is not None)]
-        ids, positions, *others = all_to_device(given, self._device)
+        ids, positions, *others = all_to_device(given, self.device)
         rest = iter(others)
 
         def there(x: torch.Tensor | None) -> torch.Tensor | None:

@@ -53,9 +53,11 @@ class Way:
             return "packed rows"
         return ("transformers' own cache" if self.caches else "no cache") + f" and {self.attention} attention"
 
-    def passes(self, model: transformers.PreTrainedModel, slots: int, kept: Kept | None = None) -> Passes:
+    def passes(
+        self, model: transformers.PreTrainedModel, slots: int, kept: Kept | None = None, graphs: bool = False
+    ) -> Passes:
         if self.attention is None:
-            return SlotPasses(model, slots, kept)
+            return SlotPasses(model, slots, kept, graphs)
         set_attention(model, self.attention)
         return OwnCachePasses(model, caches=self.caches)
 
@@ -73,7 +75,8 @@ def find_passes(
     own = str(model.config._attn_implementation)
     plain = [own] if own == "eager" else [own, "eager"]
     ways = (Way(), *(Way(attention, caches) for caches in (True, False) for attention in plain))
-    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+    on_gpu = model.device.type == "cuda"
+    with torch.random.fork_rng([model.device] if on_gpu else []):
         ways, found = _family_ways(Family.of(model), ways[:1] if routes or kept else ways)
         ways, reasons = _right_ways(model, ways)
     found = found or reasons
@@ -83,7 +86,8 @@ def find_passes(
             f"generator.engine=hf passes the rows of {_name(model)} with {ways[0].name}, which is slower than packed "
             f"rows: {'; '.join(found)}."
         )
-    return ways[0].passes(model, slots, kept), slower  # new ones, which have seen no row
+    # New ones, which have seen no row.
+    return ways[0].passes(model, slots, kept, graphs=on_gpu and not routes and kept is None), slower
 
 
 @lru_cache(maxsize=32)
