@@ -3,9 +3,11 @@ CUDA IPC handles, as vLLM's own ``ipc`` engine does, and their engines copy it o
 
 from __future__ import annotations
 
+import os
 import secrets
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -17,12 +19,34 @@ from asyncrlhf.transport.sender import Wire
 from asyncrlhf.transport.shared_memory import MappedReceiver, MappedSender
 from asyncrlhf.types import WeightManifest
 
-_DEVICE = 6  # position of the device's index in the arguments that rebuild a tensor: it may differ by process
+# Positions in the arguments that rebuild a tensor: of the device's index, which may differ by process; and of the name
+# of the file in which torch counts who has the memory open.
+_DEVICE, _COUNTS = 6, 11
+_INT = 4  # bytes of C's int
 
 
 def export_bucket(bucket: torch.Tensor) -> tuple[Any, ...]:
     """The handle with which another process opens the memory."""
-    return tuple(reduce_tensor(bucket)[1])
+    handle = tuple(reduce_tensor(bucket)[1])
+    if handle[_COUNTS] is not None:
+        _remove_name(handle[_COUNTS].decode())
+    return handle
+
+
+def _remove_name(name: str) -> None:
+    """Remove torch's file of counts from /dev/shm: torch does so when this process ends by itself, but nobody would
+    after a process that is killed, as Ray ends its actors.
+
+    Nobody needs the name. The counts say when the memory may be freed, and the buckets stay as long as this process;
+    a receiver that cannot find its count goes on (``THPStorage_releaseIPCCounter`` in torch's StorageSharing.cpp). But
+    the file begins with the number of processes that have it open, and the last one to close it aborts if the name is
+    gone (``RefcountedMapAllocator::close``). Therefore one is added that never closes it.
+    """
+    with suppress(FileNotFoundError), open(f"/dev/shm{name}", "r+b", buffering=0) as file:
+        if int.from_bytes(file.read(_INT), sys.byteorder) == 1:  # else it is not as described
+            file.seek(0)
+            file.write((2).to_bytes(_INT, sys.byteorder))
+            os.unlink(file.name)
 
 
 def open_bucket(handle: tuple[Any, ...], device: torch.device) -> torch.Tensor:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import ConfigError, WeightSyncError
@@ -85,6 +92,47 @@ def test_another_senders_memory_is_opened_anew_and_the_old_one_let_go(card: Card
         assert receiver._opened is not None
         assert [bucket.data_ptr() for bucket in receiver._opened[1]] == [t.data_ptr() for t in sender.buckets.tensors]
         card.free()
+
+
+# torch shares a CPU's memory by a file of the same class as its file of counts, whose place in the handle it has here.
+SENDER = """
+import os, signal, sys, torch
+from asyncrlhf.transport import cuda_ipc
+shared = torch.UntypedStorage(80)
+name = shared._share_filename_cpu_()[1]
+cuda_ipc.reduce_tensor = lambda bucket: (None, (*[None] * cuda_ipc._COUNTS, name, 0))
+print(name.decode(), os.path.exists("/dev/shm" + name.decode()), flush=True)
+for bucket in range(2):
+    cuda_ipc.export_bucket(torch.zeros(1))
+print(os.path.exists("/dev/shm" + name.decode()), flush=True)
+os.kill(os.getpid(), int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("end", [0, signal.SIGKILL])
+def test_torchs_file_of_counts_has_no_name_that_could_stay(end: int) -> None:
+    done = subprocess.run([sys.executable, "-c", SENDER, str(int(end))], capture_output=True, text=True, timeout=60)
+    name, before, after = done.stdout.split()
+    assert name.startswith("/torch_") and (before, after) == ("True", "False")
+    assert done.returncode == -end, f"torch could not close the file: {done.stderr}"
+    assert not Path(f"/dev/shm{name}").exists()
+
+
+def test_a_file_of_counts_that_others_have_open_keeps_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(f"/dev/shm/torch_{os.getpid()}_test")
+    path.write_bytes((3).to_bytes(4, sys.byteorder))
+    handle = (*[None] * cuda_ipc._COUNTS, f"/{path.name}".encode())
+    monkeypatch.setattr(cuda_ipc, "reduce_tensor", lambda bucket: (None, handle))
+    try:
+        assert cuda_ipc.export_bucket(torch.zeros(1)) == handle
+        assert path.read_bytes() == (3).to_bytes(4, sys.byteorder)
+    finally:
+        path.unlink()
+
+
+def test_the_places_in_a_handle_are_those_of_the_installed_torch() -> None:
+    names = list(inspect.signature(rebuild_cuda_tensor).parameters)
+    assert (names[cuda_ipc._DEVICE], names[cuda_ipc._COUNTS]) == ("storage_device", "ref_counter_handle")
 
 
 @pytest.mark.parametrize(
