@@ -49,6 +49,9 @@ CONTEXT = "--serialized-runtime-env-context="
 EARLY = ("PYTHON", "LD_", "OMP_", "GOMP_", "MKL_")
 # The first call's job is not that of later forks: with this, a worker learns of its job with its first task.
 NO_JOB = {"RAY_JOB_ID": "ffffffff"}
+# Without it pyarrow's jemalloc starts a thread of its own, of which forks have no copy anyway: the server is to fork
+# with one thread. The threads of OpenBLAS, in numpy and scipy, end before a fork by handlers of their own.
+NO_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 # Isolated and without site-packages, so that it takes milliseconds.
 COMMAND = """#!{python} -IS
 import json, os, socket, sys
@@ -92,7 +95,7 @@ class ForkedWorkers:
         words |= {"context": CONTEXT, "early": EARLY}
         self._command.write_text(COMMAND.format(**words))
         self._command.chmod(0o755)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        environment = {**os.environ, **NO_THREAD, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         line = [sys.executable, "-m", __name__, path]
         self.server = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         assert self.server.stdout is not None
