@@ -330,8 +330,19 @@ def varlen_takes(query: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 @lru_cache(maxsize=8)
-def _takes_groups(kernel: Callable[..., Any]) -> bool:
+def _has_groups(kernel: Callable[..., Any]) -> bool:
     return "enable_gqa" in inspect.signature(kernel).parameters
+
+
+def _takes_groups() -> bool:
+    from torch.nn.attention import varlen
+
+    return _has_groups(varlen.varlen_attn)
+
+
+# torch's compiler calls it once and takes the result as a constant: it would warn of the cache, which it looks through.
+# This is what torch.compiler.assume_constant_result does, which would import the compiler here.
+_takes_groups._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def grouped_heads(
@@ -339,10 +350,8 @@ def grouped_heads(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """(key, value, further arguments) for ``varlen_attn`` [T, heads, D]: before torch 2.12 it does not take fewer heads
     of keys than of queries, which are therefore repeated."""
-    from torch.nn.attention import varlen
-
     group = query.shape[1] // key.shape[1]
-    if _takes_groups(varlen.varlen_attn):
+    if _takes_groups():
         return key, value, {"enable_gqa": group > 1}
     if group > 1:
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))

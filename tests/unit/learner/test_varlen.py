@@ -18,6 +18,7 @@ from asyncrlhf.learner.attention.varlen import (
     attention_op,
     efficient_kernel,
     efficient_takes,
+    grouped_heads,
     masked_calls,
     varlen_kernel,
     varlen_takes,
@@ -170,6 +171,20 @@ def test_torchs_varlen_kernel_is_asked_for_the_same(
     given = tensors(layout.position_ids.shape[1])
     found = outcome(attend, *given)
     assert_close(found, outcome(lambda *qkv: one_at_a_time(layout, *qkv, window=window), *given), atol=1e-9)
+
+
+@pytest.mark.filterwarnings("error")  # the compiler warns of a cache that it looks through
+@pytest.mark.parametrize("kernel", [before_2_12, since_2_12])
+def test_the_compiler_takes_the_kernels_arguments_as_constants(
+    kernel: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    torch._dynamo.reset()
+    torch._dynamo.utils.warn_once_cache.clear()
+    compiled = torch.compile(grouped_heads, backend="eager", fullgraph=True)
+    query, key = torch.zeros(3, 4, 8), torch.zeros(3, 2, 8)
+    keys, _, more = compiled(query, key, key)
+    assert (keys.shape[1], more) == ((2, {"enable_gqa": True}) if kernel is since_2_12 else (4, {}))
 
 
 def cutlass(q: Any, k: Any, v: Any, bias: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, dropout: float,
