@@ -221,6 +221,20 @@ def test_a_step_of_the_smallest_model_is_measured_and_its_time_divided() -> None
     assert "a region with a name" not in {row["name"] for row in alone["longest"]}
 
 
+def test_no_warning_of_the_profiler_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 warns in each profile that does not keep the events of earlier cycles."""
+    prepare = torch.profiler.profile.prepare_trace
+
+    def of_2_11(profiler: torch.profiler.profile) -> None:
+        assert profiler.acc_events, "Profiler clears events at the end of each cycle"
+        prepare(profiler)
+
+    monkeypatch.setattr(torch.profiler.profile, "prepare_trace", of_2_11)
+    matrix = torch.ones(200, 200)
+    first, second = (kernels.table(lambda: matrix @ matrix, "cpu") for _ in range(2))
+    assert all(found["longest"][0]["name"] == "aten::mm" and found["seconds"] < 1 for found in (first, second))
+
+
 def test_the_hf_engine_is_measured_awake_and_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_parts.generate("0.7m", "cpu", 8, 16)["tokens_per_second"] > 1
     assert gpu_parts.sleep("0.7m", "cpu", 8, 16)["wake_seconds"] > 0
