@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrlhf.cli.first_look import first_look
+from asyncrlhf.cluster import forked_workers
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import AsyncRLHFError, full_disk
 from asyncrlhf.last_words import by_signal
@@ -23,10 +24,15 @@ def run(config: RunConfig) -> int:
         refuse_used_folder(Path(config.run_dir))
     if config.logging.progress != "none":  # the run's own display does not exist yet
         print("Loading PyTorch, transformers and Ray, then checking model, data and rewards.", flush=True)
-    from asyncrlhf.orchestrator.run import train
-    from asyncrlhf.records.show.summary import plain_words
+    if config.runtime == "ray" and not config.ray.cluster:
+        forked_workers.begin()
+    try:
+        from asyncrlhf.orchestrator.run import train
+        from asyncrlhf.records.show.summary import plain_words
 
-    summary = train(config)
+        summary = train(config)
+    finally:
+        forked_workers.drop()
     print(plain_words(summary))
     if config.logging.report and summary["exit_reason"] == "done":
         print(draw([Path(summary["run_dir"])]))

@@ -11,27 +11,18 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import psutil
 import ray
 from ray._private import utils
 
-from asyncrlhf.cluster.forked_workers import ForkedWorkers
+from asyncrlhf.cluster.forked_workers import MALLOC, deaf, take
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.last_words import ENDING, tell
 from asyncrlhf.scratch import Scratch
 
-# glibc gives freed memory back to the system after every step and takes it again page by page at the next; with these
-# the actors of a local run keep it (measured: a fifth more samples/s on the tiny model). Read when a process starts.
-MALLOC = {
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(10**9),
-    "MALLOC_TRIM_THRESHOLD_": str(2 * 10**9),
-    "MALLOC_TOP_PAD_": str(10**8),
-}
 # What an actor starts (an engine's processes) ends with it, however it ends. Read when Ray starts.
 END_WITH_ACTORS = ("RAY_process_group_cleanup_enabled", "1")
 # Ray's control store would keep an event of each of the last 100,000 calls, for a dashboard that this Ray lacks.
@@ -54,17 +45,6 @@ def init(**options: Any) -> None:
     finally:
         utils.set_sigterm_handler = theirs
         renew_handlers()
-
-
-@contextmanager
-def _deaf() -> Iterator[None]:
-    """Processes that start meanwhile are deaf to the signals by which SLURM warns all processes of a job's step: only
-    the driver acts on them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def shut_down() -> None:
@@ -92,8 +72,7 @@ class OwnRay:
         for name, value in (END_WITH_ACTORS, NO_TASK_EVENTS, NO_WORKERS_AHEAD, *MALLOC.items()):
             os.environ.setdefault(name, value)  # inherited by Ray's processes
         self.size = (cpus, store)
-        with _deaf():
-            self._workers = ForkedWorkers()
+        self._workers = take()
         self._scratch = _folder()
         options = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR, **options}
         if self._scratch:
@@ -101,7 +80,7 @@ class OwnRay:
         before = set(psutil.Process().children(recursive=True))
         try:
             with (
-                _deaf(),
+                deaf(),
                 self._workers.serving(),
                 self._scratch.of_processes() if self._scratch else nullcontext(),
             ):

@@ -21,9 +21,10 @@ from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.messages import RolloutBundle, resolved
 from asyncrlhf.actors.where import available_cores, keep_to, split_cores
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker
+from asyncrlhf.cluster.forked_workers import MALLOC
 from asyncrlhf.cluster.handles import DRIVER, LONG_SECONDS, AnnotatorHandle, EpisodesHandle, GeneratorHandle, Runtime
 from asyncrlhf.cluster.nodes import this_machine
-from asyncrlhf.cluster.own_ray import MALLOC, OwnRay, give_back, init, is_kept, lend, shut_down
+from asyncrlhf.cluster.own_ray import OwnRay, give_back, init, is_kept, lend, shut_down
 from asyncrlhf.cluster.placement import Plan, Specs, first_turn, generator_part, make_plan, parts_of
 from asyncrlhf.cluster.ray_calls import ask
 from asyncrlhf.cluster.ray_episodes import RayEpisodes

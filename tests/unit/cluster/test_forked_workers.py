@@ -14,7 +14,11 @@ import psutil
 import pytest
 from ray._private.workers import setup_worker
 
+from asyncrlhf.cli import one_run
+from asyncrlhf.cluster import forked_workers
 from asyncrlhf.cluster.forked_workers import WORKER, ForkedWorkers
+from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.errors import ConfigError
 from tests.ray_run import wait_until
 
 ANSWER = """
@@ -143,3 +147,57 @@ def test_the_server_ends_with_the_process_that_started_it(tmp_path: Path) -> Non
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     server = int(done.stdout)
     wait_until(lambda: not psutil.pid_exists(server), "the end of a server whose starter was killed")
+
+
+def begin(monkeypatch: pytest.MonkeyPatch) -> psutil.Process:
+    """A server that is begun on a machine with many cores."""
+    monkeypatch.setattr(forked_workers, "CORES", 1)
+    forked_workers.begin()
+    made = forked_workers._Begun.workers
+    assert made is not None
+    return psutil.Process(made.server.pid)
+
+
+def test_a_server_that_was_begun_serves_the_next_ray_of_the_same_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = begin(monkeypatch)
+    monkeypatch.setenv("RAY_SOMETHING", "1")  # Ray's settings come with the first call
+    taken = forked_workers.take()
+    try:
+        assert taken.server.pid == begun.pid and begun.is_running()
+        assert forked_workers._Begun.workers is None
+        assert psutil.Process(taken.server.pid).environ()["MALLOC_ARENA_MAX"] == "1"
+    finally:
+        taken.close()
+
+
+def test_a_server_begun_with_another_environment_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = begin(monkeypatch)
+    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
+    taken = forked_workers.take()
+    try:
+        assert taken.server.pid != begun.pid
+        assert psutil.Process(taken.server.pid).environ()["GOMP_SPINCOUNT"] == "1000"
+        assert not begun.is_running()
+    finally:
+        taken.close()
+
+
+def test_a_run_that_is_refused_leaves_no_server_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    def refuse(config: RunConfig) -> None:
+        assert forked_workers._Begun.workers is not None
+        started.append(forked_workers._Begun.workers.server.pid)
+        raise ConfigError("no")
+
+    monkeypatch.setattr(forked_workers, "CORES", 1)
+    monkeypatch.setattr("asyncrlhf.orchestrator.run.train", refuse)
+    with pytest.raises(ConfigError, match="no"):
+        one_run.run(RunConfig(runtime="ray"))
+    assert started and not psutil.pid_exists(started[0])
+
+
+def test_few_cores_begin_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forked_workers, "CORES", 10**6)
+    forked_workers.begin()
+    assert forked_workers._Begun.workers is None
