@@ -151,7 +151,7 @@ def test_the_server_ends_with_the_process_that_started_it(tmp_path: Path) -> Non
 
 def begin(monkeypatch: pytest.MonkeyPatch) -> psutil.Process:
     """A server that is begun on a machine with many cores."""
-    monkeypatch.setattr(forked_workers, "CORES", 1)
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
     forked_workers.begin()
     made = forked_workers._Begun.workers
     assert made is not None
@@ -190,14 +190,14 @@ def test_a_run_that_is_refused_leaves_no_server_behind(monkeypatch: pytest.Monke
         started.append(forked_workers._Begun.workers.server.pid)
         raise ConfigError("no")
 
-    monkeypatch.setattr(forked_workers, "CORES", 1)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
     monkeypatch.setattr("asyncrlhf.orchestrator.run.train", refuse)
     with pytest.raises(ConfigError, match="no"):
         one_run.run(RunConfig(runtime="ray"))
     assert started and not psutil.pid_exists(started[0])
 
 
-def test_few_cores_begin_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forked_workers, "CORES", 10**6)
+def test_one_core_begins_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
     forked_workers.begin()
     assert forked_workers._Begun.workers is None
