@@ -147,7 +147,7 @@ def take() -> ForkedWorkers:
     begun, _Begun.workers = _Begun.workers, None
     if begun is None:
         return ForkedWorkers()
-    if _of_imports(_environment()) == _of_imports(begun.environment):
+    if _serves(begun.environment, _environment()):
         return begun
     begun.close()
     return ForkedWorkers()
@@ -166,12 +166,13 @@ def _environment() -> dict[str, str]:
     return {**MALLOC, **os.environ, **NO_THREAD, "PYTHONPATH": path}
 
 
-def _of_imports(environment: dict[str, str]) -> dict[str, str]:
-    """What a server's imports may read: not Ray's settings, which come with the first call, nor what the imports of
-    torch and Ray add themselves."""
-    kept = {name: value for name, value in environment.items() if not name.startswith(("RAY_", "TORCHINDUCTOR_"))}
-    folders = kept["PYTHONPATH"].split(os.pathsep)
-    return {**kept, "PYTHONPATH": os.pathsep.join(path for path in folders if "thirdparty_files" not in path)}
+def _serves(begun: dict[str, str], today: dict[str, str]) -> bool:
+    """Whether a server of the environment ``begun`` serves as one of ``today`` would. What imports and CUDA's start add
+    to this process meanwhile comes with each call; only a process's start reads the rest."""
+    added = [name for name in today.keys() - begun.keys() if name.startswith((*EARLY, *MALLOC))]
+    changed = [name for name, value in begun.items() if name != "PYTHONPATH" and today.get(name) != value]
+    known = set(today["PYTHONPATH"].split(os.pathsep))  # Ray's import adds a folder
+    return not added and not changed and known.issuperset(begun["PYTHONPATH"].split(os.pathsep))
 
 
 @contextlib.contextmanager

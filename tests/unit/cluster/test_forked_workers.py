@@ -158,9 +158,11 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> psutil.Process:
     return psutil.Process(made.server.pid)
 
 
-def test_a_server_that_was_begun_serves_the_next_ray_of_the_same_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_was_begun_serves_the_next_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     begun = begin(monkeypatch)
     monkeypatch.setenv("RAY_SOMETHING", "1")  # Ray's settings come with the first call
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")  # torch sets it where it looks at a GPU
+    monkeypatch.syspath_prepend(tmp_path)
     taken = forked_workers.take()
     try:
         assert taken.server.pid == begun.pid and begun.is_running()
@@ -170,13 +172,16 @@ def test_a_server_that_was_begun_serves_the_next_ray_of_the_same_environment(mon
         taken.close()
 
 
-def test_a_server_begun_with_another_environment_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "HF_HOME"])
+def test_a_server_begun_with_another_environment_is_replaced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that is read when a process starts, or one that had another value."""
+    monkeypatch.setenv("HF_HOME", "/before")
     begun = begin(monkeypatch)
-    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
+    monkeypatch.setenv(name, "1000")
     taken = forked_workers.take()
     try:
         assert taken.server.pid != begun.pid
-        assert psutil.Process(taken.server.pid).environ()["GOMP_SPINCOUNT"] == "1000"
+        assert psutil.Process(taken.server.pid).environ()[name] == "1000"
         assert not begun.is_running()
     finally:
         taken.close()
