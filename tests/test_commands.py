@@ -38,6 +38,7 @@ COMPOSED_ONLY = {
     r"ray job submit|ray\.address=": "a cluster",
     r"gpus[=:]1|DEVICE=gpu|--gpu": "GPUs",
     r"Qwen/Qwen3-30B": "a model of the hub",
+    r"=(TEACHER|STUDENT)\b": "checkpoints of the reader's own; tests/integration/test_distillation.py has some",
     r"experiment=(tldr|no_robots)": "a model and a dataset of the hub",
     r"experiment=smollm2_reasoning": "a 135M model: minutes a step on two cores",
     r"^asyncrlhf watch": "a terminal; tests/integration/test_watch.py drives it",
@@ -225,3 +226,18 @@ def test_the_command_runs(page: Path, command: str, folders: dict[Path, Path]) -
         ["bash", "-c", line], cwd=folders[page], env=environment, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("DEVICE=gpu",), "train cluster=one_gpu"),
+        (("DEVICE=gpu", "ARGS=steps=2"), "train cluster=one_gpu steps=2"),
+        (("DEVICE=gpu", "ARGS=cluster=flatten"), "train cluster=flatten"),
+        (("DEVICE=gpu", "ARGS=runtime=local"), "train runtime=local"),
+        (("DEVICE=cpu",), "train"),
+    ],
+)
+def test_make_train_uses_a_card_unless_its_arguments_place_the_run(words: Sequence[str], expected: str) -> None:
+    said = subprocess.run(["make", "-n", "train", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert " ".join(said.stdout.splitlines()[-1].split()).endswith(f"asyncrlhf {expected}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_ELEMENTS = 2**24  # a working set of 64 MiB in float32: large enough for speed, small beside the logits
+CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS = 2**24, 2**27  # 64 and 512 MiB in float32; a GPU waits for launches of smaller ones
 
 LOWEST = -1e4  # in place of log 0: its exponential is 0 in every float type, and it can be multiplied without overflow
 
@@ -121,7 +121,7 @@ def kept_mass(logits: Tensor, kept: KeptSets, *, temperature: float = 1.0, chunk
 
 def _parts(logits: Tensor, chunk_tokens: int) -> list[slice]:
     """Slices of the rows, one per chunk."""
-    rows = chunk_tokens or max(1, CHUNK_ELEMENTS // max(1, logits.shape[-1]))
+    rows = chunk_tokens or max(1, (CHUNK_ELEMENTS if logits.is_cpu else GPU_CHUNK_ELEMENTS) // max(1, logits.shape[-1]))
     return [slice(start, start + rows) for start in range(0, len(logits), rows)]
 
 

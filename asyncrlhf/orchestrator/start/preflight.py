@@ -14,7 +14,6 @@ from asyncrlhf.cluster.parts import placement_plan, specs
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.number_formats import cpu_has_bfloat16
 from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig, replica_kinds
-from asyncrlhf.engines.vllm.memory_share import blank_model
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.start.interruption import STOP_FILE
 from asyncrlhf.records.write.attempts import ATTEMPTS_FILE
@@ -31,8 +30,6 @@ from asyncrlhf.validation import check, check_versions
 ERROR_FILE = "error.txt"
 FILES = (CONFIG_FILE, METRICS_FILE, JOURNAL_FILE, STATUS_FILE, SUMMARY_FILE, ERROR_FILE, ATTEMPTS_FILE, LOCK_FILE)
 FOLDERS = (FOLDER, ROLLOUTS_FOLDER, SPANS_FOLDER, TOKENS_FOLDER, "weights", "report", "wandb", "tensorboard")
-# One measurement: the default run, of 0.7M parameters, made 2,385 tokens/s on an H200 and 5,480 on that machine's CPUs.
-SMALL_MODEL = 10_000_000  # parameters; up to this many CPUs are said to be faster
 # Fields of vLLM's SamplingParams that leave every token a positive probability.
 WEIGHABLE = ("frequency_penalty", "presence_penalty")
 
@@ -104,14 +101,9 @@ def gpu_notes(config: RunConfig) -> list[str]:
         return [said_of_memory(needs, generators, torch.cuda.get_device_properties(0).total_memory)]
     if placement_plan(config).total("GPU"):
         return []
-    unused = f"{found} GPU{'s are' if found > 1 else ' is'} here, and this run uses none"
-    way = "cluster=one_gpu puts learner and generators on one"
-    parameters = sum(p.numel() for p in blank_model(config.model).parameters())
-    if parameters > SMALL_MODEL:
-        return [f"{unused}: {way}."]
     return [
-        f"{unused}: a model of {parameters / 1e6:.1f}M parameters is probably faster on CPUs (2.3 times in the one "
-        f"measurement, of the default run on an H200's machine); {way}."
+        f"{found} GPU{'s are' if found > 1 else ' is'} here, and this run uses none: cluster=one_gpu puts learner and "
+        "generators on one."
     ]
 
 

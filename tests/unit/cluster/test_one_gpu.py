@@ -125,7 +125,7 @@ def test_a_machine_without_a_gpu_is_one_sentence(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "1 GPU is here, and this run uses none: a model of 0.7M parameters is probably faster on CPUs"),
+        ((), "1 GPU is here, and this run uses none: cluster=one_gpu puts learner and generators on one."),
         (("learner.gpus=1",), ""),
         (("ray.address=head:1",), ""),
         (("reward.gpus=1",), ""),
@@ -133,11 +133,4 @@ def test_a_machine_without_a_gpu_is_one_sentence(monkeypatch: pytest.MonkeyPatch
 )
 def test_an_unused_gpu_is_named_with_the_way_to_use_it(words: tuple[str, ...], said: str, card: dict[str, int]) -> None:
     found = preflight.gpu_notes(load_config([*words]))
-    assert len(found) == bool(said)
-    assert not said or (found[0].startswith(said) and "cluster=one_gpu" in found[0])
-
-
-def test_a_larger_model_is_not_said_to_be_faster_on_cpus(card: dict[str, int], tmp_path: Path) -> None:
-    build("20m").config.save_pretrained(tmp_path)
-    (said,) = preflight.gpu_notes(load_config([f"model.path={tmp_path}"]))
-    assert said == "1 GPU is here, and this run uses none: cluster=one_gpu puts learner and generators on one."
+    assert "".join(found) == said
