@@ -38,7 +38,7 @@ COMPOSED_ONLY = {
     r"ray job submit|ray\.address=": "a cluster",
     r"gpus[=:]1|DEVICE=gpu|--gpu": "GPUs",
     r"Qwen/Qwen3-30B": "a model of the hub",
-    r"=(TEACHER|STUDENT)\b": "checkpoints of the reader's own; tests/integration/test_distillation.py has some",
+    r"=(TEACHER|STUDENT)\b": "checkpoints of the reader's own; tests/integration/test_distill.py has some",
     r"experiment=(tldr|no_robots)": "a model and a dataset of the hub",
     r"experiment=smollm2_reasoning": "a 135M model: minutes a step on two cores",
     r"^asyncrlhf watch": "a terminal; tests/integration/test_watch.py drives it",
