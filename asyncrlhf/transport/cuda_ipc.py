@@ -34,10 +34,10 @@ def export_bucket(bucket: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _remove_name(name: str) -> None:
-    """Remove torch's file of counts from /dev/shm: torch does so when this process ends by itself, but nobody would
+    """Remove torch's file of counts from /dev/shm: torch does so when this process ends by itself, but nothing would
     after a process that is killed, as Ray ends its actors.
 
-    Nobody needs the name. The counts say when the memory may be freed, and the buckets stay as long as this process;
+    Nothing needs the name. The counts say when the memory may be freed, and the buckets stay as long as this process;
     a receiver that cannot find its count goes on (``THPStorage_releaseIPCCounter`` in torch's StorageSharing.cpp). But
     the file begins with the number of processes that have it open, and the last one to close it aborts if the name is
     gone (``RefcountedMapAllocator::close``). Therefore one is added that never closes it.

@@ -148,8 +148,8 @@ class AlgorithmConfig:
     kl_estimator: str = setting(
         "auto",
         "Estimator of the KL; auto is k1 in the reward and k3 in the loss. forward: of KL(ref || policy) in the loss, "
-        "whose weights are ref / mu.",
-        choices=("auto", "k1", "k2", "k3", "forward"),
+        "whose weights are ref / mu; jsd: of the Jensen-Shannon divergence in the loss.",
+        choices=("auto", "k1", "k2", "k3", "forward", "jsd"),
     )
     kl_importance_weighted: bool = setting(True, "kl=loss: weighs the KL by the policy term's ratio, as it must be.")
     kl_target: str = setting("ref", "The KL is from the frozen reference, or from the sampler.", choices=("ref", "mu"))

@@ -55,11 +55,17 @@ def found(algorithm: AlgorithmConfig, batch: TrainBatch, temperature: float = 1.
     return torch.cat([gradient.flatten() for gradient in gradients(trained).values()]).double()
 
 
+def jsd(pi: torch.Tensor, ref: torch.Tensor) -> torch.Tensor:
+    """The Jensen-Shannon divergence of distributions [..., V] given by their logarithms, over all V tokens: [...]."""
+    mixture = torch.logaddexp(pi, ref) - np.log(2)
+    return 0.5 * (pi.exp() * (pi - mixture) + ref.exp() * (ref - mixture)).sum(-1)
+
+
 def truth(
     place: str, temperature: float = 1.0, rewards: np.ndarray = REWARDS, prefixes: Table | None = None
 ) -> torch.Tensor:
     """The gradient of -E_pi[R] + BETA KL(pi || ref), the KL as ``place`` means it; forward: of KL(ref || pi), after
-    the first tokens of ``prefixes`` (pi)."""
+    the first tokens of ``prefixes`` (pi); jsd: of that divergence, after pi's."""
     model = copied(policies()[1])
     pi = Table.of(model, temperature)
     with torch.no_grad():
@@ -70,6 +76,8 @@ def truth(
         behind = (ref.second.exp() * (ref.second - pi.second)).sum(1)
         before = (prefixes or pi).first.exp().detach()
         distance = (ref.first.exp() * (ref.first - pi.first)).sum() + (before * behind).sum()
+    elif place == "jsd":
+        distance = jsd(pi.first, ref.first) + (pi.first.exp().detach() * jsd(pi.second, ref.second)).sum()
     else:
         behind = (pi.second.exp() * (pi.second - ref.second)).sum(1)
         distance = (pi.first.exp() * (pi.first - ref.first)).sum() + (pi.first.exp().detach() * behind).sum()
@@ -86,7 +94,7 @@ def cosine(gradient: torch.Tensor, exact: torch.Tensor) -> float:
     return float(torch.nn.functional.cosine_similarity(gradient, exact, dim=0))
 
 
-WAYS = [("reward", "auto"), ("loss", "k1"), ("loss", "k2"), ("loss", "k3"), ("loss", "forward")]
+WAYS = [("reward", "auto"), ("loss", "k1"), ("loss", "k2"), ("loss", "k3"), ("loss", "forward"), ("loss", "jsd")]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -96,7 +104,7 @@ def test_the_expected_gradient_is_the_true_one(place: str, estimator: str, lag: 
     """On policy without a correction, at a lag under uncut weights of whole answers."""
     algorithm = dataclasses.replace(PLAIN, kl=place, beta=BETA, kl_estimator=estimator, **(UNCUT if lag else {}))
     batch = enumerated(sampler(lag, temperature), REWARDS)
-    wanted = "forward" if estimator == "forward" else place
+    wanted = estimator if estimator in ("forward", "jsd") else place
     assert_exact(found(algorithm, batch, temperature), truth(wanted, temperature))
 
 
@@ -132,6 +140,11 @@ def truth_on(sets: list[list[np.ndarray]], place: str) -> torch.Tensor:
         distance = (chances[possible] * steps.sum(1)).sum()
     elif place == "forward":  # sum over the teacher's tokens, after the policy's prefixes
         distance = -(chances[possible].detach()[:, None] * (-steps.detach()).exp() * steps).sum()
+    elif place == "jsd":  # all of it as an expectation over pi, held fixed: every token that has a chance is in a set
+        own, theirs = pi.tokens()[possible], ref.tokens()[possible]
+        mixture, weight = torch.logaddexp(own, theirs) - np.log(2), own.detach()
+        terms = (own - weight).exp() * (own - mixture) + (theirs - weight).exp() * (theirs - mixture)
+        distance = 0.5 * (chances[possible].detach()[:, None] * terms).sum()
     else:  # E over pi with its prefixes held fixed: the second token's KL is weighted by the first's detached chance
         first, second = pi.tokens()[possible].unbind(1)
         distance = (chances[possible].detach() * ((first - first.detach()).exp() * steps[:, 0])).sum()
@@ -142,14 +155,15 @@ def truth_on(sets: list[list[np.ndarray]], place: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("lag", [0, LAG])
 @pytest.mark.parametrize(
-    ("place", "estimator"), [("reward", "auto"), ("loss", "k1"), ("loss", "k2"), ("loss", "forward")]
+    ("place", "estimator"),
+    [("reward", "auto"), ("loss", "k1"), ("loss", "k2"), ("loss", "forward"), ("loss", "jsd")],
 )
 def test_under_top_p_the_expected_gradient_is_that_on_the_kept_sets(place: str, estimator: str, lag: int) -> None:
     behavior, sets = truncated(lag)
     assert 4 < float((behavior.sequences() > 0).sum()) < V * V
     algorithm = dataclasses.replace(PLAIN, kl=place, beta=BETA, kl_estimator=estimator, **(UNCUT if lag else {}))
     batch = enumerated(behavior, REWARDS, sets)
-    wanted = "forward" if estimator == "forward" else place
+    wanted = estimator if estimator in ("forward", "jsd") else place
     assert_exact(found(algorithm, batch, 0.7), truth_on(sets, wanted))
 
 
