@@ -137,7 +137,7 @@ class _Begun:
 
 def begin() -> None:
     """Start a server for the next :func:`take` of this process: it imports while this process does (measured on two
-    cores: the first step ends after 15 s in place of 18). Not on one core, where the two would only take turns."""
+    cores: the first step ends after 14 s in place of 18). Not on one core, where the two would only take turns."""
     if _Begun.workers is None and (os.cpu_count() or 1) > 1:
         _Begun.workers = ForkedWorkers()
 
