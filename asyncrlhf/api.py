@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from asyncrlhf.cli.beside import beside
 from asyncrlhf.config.compose import load_config, quoted
 from asyncrlhf.config.conversion import conf_folder
 from asyncrlhf.errors import ConfigError
@@ -74,13 +75,19 @@ def train(
     asked = _dataset(dataset, folder, environment_factory, str(given.get("task.prompt_key", "prompt")))
     rewarded = _reward(reward, reward_weights, folder, environment_factory)
     config = load_config([*_model(model), *asked, *played, *rewarded, *_overrides(given)])
+    check(
+        config.restarts == 0,
+        f"restarts={config.restarts} starts the run's process again, which here is yours; allowed: 0. The command "
+        "`asyncrlhf train` has it; here, call train again with checkpoint.resume=auto.",
+    )
 
     def run() -> dict[str, Any]:
         from asyncrlhf.orchestrator.run import train
 
         return train(config, listeners)
 
-    summary = _beside_a_running_loop(run, listeners)
+    with beside():
+        summary = _beside_a_running_loop(run, listeners)
     from asyncrlhf.report.frames import Run
 
     return Run(Path(summary["run_dir"]))

@@ -1,4 +1,4 @@
-"""What the process of a command tells the one above it (``cli/parent.py``), which speaks for it if it dies."""
+"""What a run's process tells the one above or beside it (``cli/parent.py``, ``cli/beside.py``), which speaks for it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,19 @@ _last: int = signal.SIGINT
 
 def below(pipe: int) -> None:
     """This process has one above it, which reads ``pipe``."""
-    global _pipe, _owner
-    _pipe, _owner = pipe, os.getpid()
+    heard_by(pipe)
     for passed_on in PASSED_ON.values():
         signal.signal(passed_on, _passed_on)
+
+
+def heard_by(pipe: int) -> None:
+    """A process beside this one reads ``pipe``; -1: none does."""
+    global _pipe, _owner
+    _pipe, _owner = pipe, os.getpid()
+
+
+def is_heard() -> bool:
+    return _pipe >= 0
 
 
 def tell(**facts: Any) -> None:

@@ -1,3 +1,3 @@
 """The ``asyncrlhf`` command: each subcommand parses its words here and calls the room that does the work."""
 
-DOORS = ("main", "stages", "sweep")
+DOORS = ("beside", "main", "stages", "sweep")

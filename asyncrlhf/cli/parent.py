@@ -48,13 +48,13 @@ def above(command: Callable[[Sequence[str]], int], goes_on: bool) -> int:
     spent = idle = 0  # restarts since the last that made steps, and attempts without a step, in a row
     steps = 0
     while True:
-        kills = _memory_kills()
+        kills = memory_kills()
         watched = _fork(partial(command, further), before)
         if watched is None:
             return last_words.ended_with()
         status = watched.wait({*heeded, signal.SIGCHLD}, heeded)
         told = watched.told
-        code = int(told["ended"]) if "ended" in told else _speak_for(status, watched, _memory_kills() > kills)
+        code = int(told["ended"]) if "ended" in told else speak_for(status, watched, memory_kills() > kills)
         if not (goes_on and told.get("restarts")) or code in ENDS or "run_dir" not in told:
             return code
         now = _steps(Path(told["run_dir"]))
@@ -83,7 +83,6 @@ def _fork(command: Callable[[], int], mask: Iterable[int]) -> _Watched | None:
     parent, child = os.getpid(), os.fork()
     if child:
         os.close(writing)
-        os.set_blocking(reading, False)
         return _Watched(child, reading)
     os.close(reading)
     _prctl(PARENT_DEATH, signal.SIGKILL)
@@ -96,14 +95,42 @@ def _fork(command: Callable[[], int], mask: Iterable[int]) -> _Watched | None:
     return None
 
 
-class _Watched:
-    """The child, what it told, and the first process that it needs and has lost."""
+class Told:
+    """What a process tells by a pipe, and the first process that it needs and has lost."""
 
-    def __init__(self, child: int, reading: int) -> None:
-        self._child, self._reading, self._rest = child, reading, b""
+    def __init__(self, reading: int) -> None:
+        os.set_blocking(reading, False)
+        self._reading, self._rest = reading, b""
         self.told: dict[str, Any] = {}
         self.lost = ""
         self._lost_at = 0.0
+
+    def read(self) -> bool:
+        """Take what it has told; returns whether it may tell more."""
+        part = b"more"
+        with suppress(BlockingIOError):
+            while part := os.read(self._reading, 1 << 16):
+                self._rest += part
+        *lines, self._rest = self._rest.split(b"\n")
+        for line in lines:
+            self.told |= json.loads(line)
+        return bool(part)
+
+    def look(self) -> bool:
+        """Whether it has lost a process that it needs for longer than it may take to say so."""
+        needs = {} if "ended" in self.told else self.told.get("needs", {})
+        lost = next((name for name, process in needs.items() if not _lives(process)), "")
+        if not lost or not self.lost:
+            self.lost, self._lost_at = lost, time.monotonic()
+        return bool(lost) and time.monotonic() - self._lost_at > GRACE_SECONDS
+
+
+class _Watched(Told):
+    """The child."""
+
+    def __init__(self, child: int, reading: int) -> None:
+        super().__init__(reading)
+        self._child = child
 
     def wait(self, blocked: Collection[int], heeded: Collection[int]) -> int:
         """Wait for its end; returns its status. Signals that this process gets from another one are passed on; those of
@@ -114,29 +141,12 @@ class _Watched:
                 os.kill(self._child, last_words.PASSED_ON[signal.Signals(got.si_signo)])
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._child:
-                    self._read()
+                    self.read()
                     os.close(self._reading)
                     return ended[1]
-            self._read()
-            self._look()
-
-    def _read(self) -> None:
-        with suppress(BlockingIOError):
-            while part := os.read(self._reading, 1 << 16):
-                self._rest += part
-        *lines, self._rest = self._rest.split(b"\n")
-        for line in lines:
-            self.told |= json.loads(line)
-
-    def _look(self) -> None:
-        needs = {} if "ended" in self.told else self.told.get("needs", {})
-        lost = next((name for name, process in needs.items() if not _lives(process)), "")
-        if not lost:
-            self.lost = ""
-        elif not self.lost:
-            self.lost, self._lost_at = lost, time.monotonic()
-        elif time.monotonic() - self._lost_at > GRACE_SECONDS:
-            os.kill(self._child, signal.SIGKILL)
+            self.read()
+            if self.look():
+                os.kill(self._child, signal.SIGKILL)
 
 
 def _lives(process: int) -> bool:
@@ -151,11 +161,11 @@ def _state(folder: Path) -> list[str]:
     return (folder / "stat").read_text().rpartition(")")[2].split()[:2]
 
 
-def _speak_for(status: int, watched: _Watched, memory: bool) -> int:
+def speak_for(status: int | None, watched: Told, memory: bool) -> int:
     """One sentence on what died; the run's files are closed, and its processes ended. Returns the exit code.
-    ``memory``: whether the kernel has killed for memory since the start."""
+    ``status``: as of waitpid(2), if known; ``memory``: whether the kernel has killed for memory since the start."""
     told = watched.told
-    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) and not watched.lost else 0
+    number = os.WTERMSIG(status) if status is not None and os.WIFSIGNALED(status) and not watched.lost else 0
     cause = _cause(status, number, watched, memory)
     left = _end_descendants()
     closed = _close(told, cause) if "run_dir" in told else ""
@@ -164,7 +174,7 @@ def _speak_for(status: int, watched: _Watched, memory: bool) -> int:
     return 128 + number if number else 1
 
 
-def _cause(status: int, number: int, watched: _Watched, memory: bool) -> str:
+def _cause(status: int | None, number: int, watched: Told, memory: bool) -> str:
     if watched.lost:
         short = ", since memory was short" if memory else ""
         return f"Ray lost {NEEDED[watched.lost]}{short}; its logs are in {watched.told['ray']}/logs"
@@ -173,9 +183,9 @@ def _cause(status: int, number: int, watched: _Watched, memory: bool) -> str:
     if number:
         how = "was killed" if number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP) else "crashed"
         return f"the run's process {how} ({signal.Signals(number).name})"
-    code = os.waitstatus_to_exitcode(status)
+    code = "" if status is None else f" with exit code {os.waitstatus_to_exitcode(status)}"
     logs = f"; Ray's logs are in {watched.told['ray']}/logs" if "ray" in watched.told else ""
-    return f"the run's process ended with exit code {code} in the midst of its work, without a word of its own{logs}"
+    return f"the run's process ended{code} in the midst of its work, without a word of its own{logs}"
 
 
 def _end_descendants() -> int:
@@ -235,7 +245,7 @@ def _steps(folder: Path) -> int:
     return 0
 
 
-def _memory_kills() -> int:
+def memory_kills() -> int:
     """How often the kernel has killed for memory in this process's group, or on this machine."""
     for name in MEMORY_EVENTS:
         with suppress(OSError, ValueError):

@@ -31,6 +31,8 @@ from asyncrlhf.garbage import rare_collections
 from asyncrlhf.scratch import Scratch
 
 WORKER = "default_worker.py"
+# Ray's agents, which end at once with its node process, their parent.
+AGENTS, PARENT_DEATH = ("/dashboard/agent.py", "/agent/main.py"), 1  # of prctl(2)
 # Before the first call, while Ray starts. torch._dynamo: every optimizer of torch imports it. pandas: pyarrow imports
 # it with its first array, which would stop a learner for 0.2 s amid its training, when it first writes records.
 FIRST = (
@@ -77,6 +79,9 @@ if forks():
                 os._exit(0)
     except OSError:
         pass
+if any(word.endswith({agents!r}) for word in sys.argv[1:4]):
+    import ctypes
+    ctypes.CDLL(None).prctl({parent_death}, {kill}, 0, 0, 0)
 os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 """
 # glibc gives freed memory back to the system after every step and takes it again page by page at the next; with these
@@ -101,6 +106,7 @@ class ForkedWorkers:
         self._command, path = self._scratch.path / "python", str(self._scratch.path / "forks")
         words = {"python": sys.executable, "worker": WORKER, "path": path, "patience": PATIENCE_SECONDS}
         words |= {"context": CONTEXT, "early": EARLY}
+        words |= {"agents": AGENTS, "parent_death": PARENT_DEATH, "kill": int(signal.SIGKILL)}
         self._command.write_text(COMMAND.format(**words))
         self._command.chmod(0o755)
         self.environment = _environment()

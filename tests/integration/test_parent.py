@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+import asyncrlhf
+from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.read.verify import verify
 from tests.loop import FAKE, QUIET
 from tests.processes import lives
@@ -181,6 +183,60 @@ def test_without_rays_processes_a_run_ends_in_seconds(lost: str, tmp_path: Path)
         assert code == 1 and len(said) == 1 and f"Ray lost its {NAMES[lost]} ({lost})" in said[0], said
         assert time.monotonic() - began < 30
         wait_for(lambda: not any(lives(process.pid) for process in below), "end of Ray's processes")
+
+
+@pytest.mark.more
+def test_all_ends_with_the_process_above(tmp_path: Path) -> None:
+    """Ray's agents too, whose own way to notice it waits for a control store that is gone as well."""
+    with started(tmp_path, *FAKE, *QUIET, "steps=100000") as command:
+        below = command.until(3).children(recursive=True)
+        titles = [" ".join(process.cmdline()) for process in below]
+        assert sum("Agent" in title for title in titles) == 2, titles
+        command.process.kill()
+        wait_for(lambda: not any(lives(process.pid) for process in below), "end of Ray's processes")
+
+
+SCRIPT = """
+import sys, asyncrlhf
+
+def loss(tokens):
+    if len(tokens.rewards) > 2 and sys.argv[1] == "raises":
+        raise RuntimeError("my own")
+    return -tokens.advantages * tokens.policy_logprobs
+
+if __name__ == "__main__":
+    words = dict(word.split("=", 1) for word in sys.argv[2:])
+    asyncrlhf.train(run_dir="run", overrides={**words, "algorithm.loss.target": "script:loss"})
+"""
+
+
+@pytest.mark.parametrize("end", ["raises", "killed"])
+def test_a_script_of_the_python_api_is_spoken_for_too(end: str, tmp_path: Path) -> None:
+    """It keeps its traceback where it has one."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    line = [sys.executable, "script.py", end, *LOCAL, "steps=100000"]
+    with subprocess.Popen(line, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as script:
+        metrics = tmp_path / "run/metrics.jsonl"
+        if end == "killed":
+            wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 6, "step 6")
+            beside = next(child for child in psutil.Process(script.pid).children() if "beside" in str(child.cmdline()))
+            assert beside.memory_info().rss < 40 * 2**20
+            script.kill()
+        _, said = script.communicate(timeout=SECONDS)  # of both processes: the pipe ends with the last
+    reason = json.loads((tmp_path / "run/summary.json").read_text())["exit_reason"]
+    assert not (tmp_path / "run/status.json").exists()
+    if end == "raises":
+        assert script.returncode == 1 and "RuntimeError: my own" in said and "asyncrlhf: " not in said
+        assert "my own" in reason
+    else:
+        assert "checkpoint.resume=auto goes on from step-" in said
+        assert reason.startswith("failed: the run's process ") and verify(tmp_path / "run") == []
+
+
+def test_the_python_api_does_not_start_its_own_process_again(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="restarts=2 starts the run's process again, which here is yours; allowed: 0"):
+        asyncrlhf.train(run_dir=tmp_path / "run", restarts=2)
 
 
 def named_memory(processes: Sequence[psutil.Process]) -> list[str]:
