@@ -103,7 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from asyncrlhf.cli.parent import above
 
         one_run = arguments[0] == "train" and not {"-m", "--multirun"} & set(arguments)
-        return above(lambda further: _run(_with(arguments, further)), goes_on=one_run)
+        asked = [int(word[9:]) for word in arguments if word.startswith("restarts=") and word[9:].isdigit()]
+        return above(lambda further: _run(_with(arguments, further)), ([0, *asked])[-1] if one_run else None)
     return _run(arguments)
 
 

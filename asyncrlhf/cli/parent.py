@@ -33,9 +33,10 @@ GRACE_SECONDS = 5.0  # in which a child that lost one may end by itself
 NEEDED = {"gcs_server": "its control store (gcs_server)", "raylet": "its node process (raylet)"}
 
 
-def above(command: Callable[[Sequence[str]], int], goes_on: bool) -> int:
+def above(command: Callable[[Sequence[str]], int], restarts: int | None) -> int:
     """Call ``command`` in a child and return its exit code; in the child, what it returned. ``command`` takes further
-    overrides, with which it goes on where an attempt before ended, if it can (``goes_on``).
+    overrides, with which it goes on where an attempt before ended. ``restarts``: of an attempt that dies before it has
+    read its settings; None: it cannot go on.
 
     The caller is a process of one thread. Where a process cannot be forked, ``command`` is called in this one.
     """
@@ -55,19 +56,22 @@ def above(command: Callable[[Sequence[str]], int], goes_on: bool) -> int:
         status = watched.wait({*heeded, signal.SIGCHLD}, heeded)
         told = watched.told
         code = int(told["ended"]) if "ended" in told else speak_for(status, watched, memory_kills() > kills)
-        if not (goes_on and told.get("restarts")) or code in ENDS or "run_dir" not in told:
+        left = told.get("restarts", restarts if "ended" not in told else 0)
+        if restarts is None or not left or code in ENDS:
             return code
-        now = _steps(Path(told["run_dir"]))
+        now = _steps(Path(told["run_dir"])) if "run_dir" in told else steps
         spent, idle = (1, 0) if now > steps else (spent + 1, idle + 1)
         steps = max(steps, now)
-        if idle >= MOST_IDLE or spent > told["restarts"]:
-            why = f"{idle} attempts made no step" if idle >= MOST_IDLE else f"restarts={told['restarts']} are spent"
+        if idle >= MOST_IDLE or spent > left:
+            why = f"{idle} attempts made no step" if idle >= MOST_IDLE else f"restarts={left} are spent"
             return _said(f"no further attempt, since {why}", code)
         seconds = min(LONGEST_BACKOFF, 2.0**idle)
-        _said(f"the next attempt begins in {seconds:g} s, after step {now}'s newest checkpoint", code)
+        where = f"after step {now}'s newest checkpoint" if steps else "from its start"
+        _said(f"the next attempt begins in {seconds:g} s, {where}", code)
         if (got := signal.sigtimedwait(heeded, seconds)) is not None:
             return _said("interrupted", 128 + got.si_signo)
-        further = ["checkpoint.resume=auto", f"run_dir={told['run_dir']}"]
+        if "run_dir" in told:
+            further = ["checkpoint.resume=auto", f"run_dir={told['run_dir']}"]
 
 
 def _said(sentence: str, code: int) -> int:
@@ -169,7 +173,7 @@ def speak_for(status: int | None, watched: Told, memory: bool) -> int:
     cause = _cause(status, number, watched, memory)
     left = _end_descendants()
     closed = _close(told, cause) if "run_dir" in told else ""
-    also = f" It left {left} processes, which were ended." if left else ""
+    also = f" Processes that it left were ended ({left})." if left else ""
     print(f"asyncrlhf: {cause}.{also}{closed}", file=sys.stderr, flush=True)
     return 128 + number if number else 1
 

@@ -102,7 +102,7 @@ def test_what_the_process_left_is_ended_even_what_left_its_session(tmp_path: Pat
         assert lives(left)
         own.kill()
         _, said = command.end()
-        assert "which were ended" in said[0]
+        assert "Processes that it left were ended (" in said[0]
         wait_for(lambda: not lives(left), "end of the process that was left")
 
 
@@ -130,6 +130,24 @@ def test_a_run_goes_on_by_itself(tmp_path: Path) -> None:
         assert sum("the next attempt begins in 1 s" in sentence for sentence in said) == 3
         assert command.steps() == 40
         assert verify(command.run_dir) == []
+
+
+def test_an_attempt_that_dies_before_it_has_read_its_settings_is_one_too(tmp_path: Path) -> None:
+    """Its first import kills it, once."""
+    (tmp_path / "hydra.py").write_text(KILLS)
+    with started(tmp_path, *LOCAL, "steps=4", "restarts=1") as command:
+        code, said = command.end()
+        assert code == 0 and command.reason == "done" and command.steps() == 4, said
+        assert [sentence.split(" (")[0] for sentence in said] == [
+            "asyncrlhf: the run's process was killed", "asyncrlhf: the next attempt begins in 2 s, from its start.",
+        ]  # fmt: skip
+
+
+KILLS = """
+import os, pathlib, signal, sys
+pathlib.Path(__file__).unlink()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 def test_attempts_without_a_step_end(tmp_path: Path) -> None:
