@@ -86,8 +86,7 @@ class GenerationFailure:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One finished response with everything that training or a record needs; the payload of the object store. The
-    engine creates it, its worker adds text and name.
+    """One finished response with all that training or a record needs; its engine's worker adds text and name.
 
     In an episode of several turns the response has sampled and observed stretches in turn (``turns``). An observed
     token has version ``OBSERVED``, log-prob 0 and no effect on the loss. ``forks``: where another branch begins, such
@@ -120,6 +119,7 @@ class Rollout:
     environment: Mapping[str, Any] | None = None  # plain attributes of a user's environment at the episode's end
     forks: tuple[Fork, ...] = ()  # of an episode, in the order of their starts
     measured: Mapping[str, float] = field(default_factory=dict)  # by its engine, such as what a smaller cache does
+    stayed: Mapping[str, NDArray[np.bool_]] | None = None  # [L] of a sample: tokens in the cache at the end, by layer
 
     @property
     def sampled(self) -> NDArray[np.bool_]:

@@ -154,8 +154,9 @@ class LearnerWorker:
             from asyncrlhf.learner.step.token_facts import token_facts
 
             rows = token_facts(plan, self.backend.algorithm, rollouts)
-            texts = ({"prompt": rollouts[row["rollout_id"]].prompt.text} for row in rows)
-            self._tokens.add(self.version, [row | text for row, text in zip(rows, texts, strict=True)])
+            own = (rollouts[row["rollout_id"]] for row in rows)
+            told = ({"prompt": rollout.prompt.text, "stayed": rollout.stayed} for rollout in own)
+            self._tokens.add(self.version, [row | more for row, more in zip(rows, told, strict=True)])
 
     def snapshot(self, probe: Sequence[np.ndarray] | None) -> Offer:
         """Copy the present weights for publishing, while the next step's passes run; its update waits for the copy.

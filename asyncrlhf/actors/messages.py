@@ -32,6 +32,7 @@ ARRAYS = (
 FACTS = (
     "rollout_id", "group_id", "finish_reason", "response_text", "generator_id", "critic_version", "epoch", "tag",
     "turns", "episode_reward", "messages", "environment", "forks", "measured",
+    "stayed",
 )  # fmt: skip
 # What a replica tells of a finished rollout: these five, and the first fields of a RolloutInfo, up to its payload.
 _told = attrgetter(

@@ -14,7 +14,7 @@ import jinja2
 from plotly.offline import get_plotlyjs
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.report import rollouts, timeline
+from asyncrlhf.report import kept_tokens, rollouts, timeline
 from asyncrlhf.report.load import Group, Run, find_runs, is_multirun, load_runs, missing_jobs
 from asyncrlhf.report.page import Canvas, Section, curve_sections, page_axes
 from asyncrlhf.report.series import GLYPHS, STROKES, Series, build_series, group_all
@@ -136,6 +136,7 @@ def _run_by_run(runs: Sequence[Run]) -> list[Section]:
     bars, room = timeline.MAX_BARS // min(len(runs), 10), rollouts.MAX_BYTES // len(runs)
     found = [(f"Timeline of {run.label}", timeline.section(run, bars)) for run in runs]
     charts = sum(bool(html) for _, html in found)
+    found += [(f"What stayed in the cache of {run.label}", kept_tokens.section(run)) for run in runs]
     found += [(f"Rollouts of {run.label}", rollouts.section(run, room)) for run in runs]
     found = [(heading, html) for heading, html in found if html]
     if len(found) <= 4:

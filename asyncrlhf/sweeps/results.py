@@ -26,6 +26,7 @@ STALENESS_KEYS = (
     *BOUND_KEYS, "async.min_staleness", "weights.publish_every", "buffer.max_reuse", "generator.replicas",
     "buffer.replay_fraction",
 )  # fmt: skip
+CACHE_KEY = "generator.cache"  # with its own settings: how much the sampler remembers, the second axis
 FRESH = 0.05  # policy versions: a configuration at most this stale on average is a baseline
 ONLY_METHOD = "the run"  # the method's name if only staleness differs
 _NUMBER = re.compile(r"-?[\d.]+(e[+-]?\d+)?|true|false", re.IGNORECASE)
@@ -37,7 +38,9 @@ class Point:
     """One finished job. ``exclusive``: it ran alone, on a real clock (that of ``runtime=local`` is virtual).
     ``staleness``: mean over the steps, in policy versions. ``train_seconds``: the run's own clock from the first step's
     beginning to the last step's end. ``bound``: the lag or the bound of its mode, in policy versions; None if another
-    choice affects staleness too."""
+    choice affects staleness too. ``cache``: the choice of ``generator.cache`` in words, which the method has too, and
+    ``learner`` the method without it. ``room``: the mean share of a response that the cache still holds at its end.
+    ``corrected``: whether the loss weighs samples by their importance."""
 
     name: str
     path: Path
@@ -50,6 +53,10 @@ class Point:
     train_seconds: float
     mode: str
     bound: int | None
+    cache: str
+    learner: str
+    room: float
+    corrected: bool
 
 
 @dataclass(frozen=True)
@@ -105,6 +112,10 @@ class Cell:
     @property
     def bound(self) -> int | None:
         return self.points[0].bound
+
+    @property
+    def room(self) -> float:
+        return statistics.fmean(point.room for point in self.points)
 
 
 @dataclass(frozen=True)
@@ -190,9 +201,12 @@ def _point(folder: Path, row: dict[str, Any], heldout: bool, several: bool) -> P
     if setting in ("async", "fill"):  # the free-running groups of conf/async
         setting = f"async, max_staleness {asynchrony['max_staleness']}"
     compared = {key: value for key, value in choices.items() if key not in STALENESS_KEYS}
-    name = row["config"].get("algorithm", {}).get("name", "")
+    algorithm = row["config"].get("algorithm", {})
+    name = algorithm.get("name", "")
     if several and "algorithm" not in choices and name:
         compared = {"algorithm": name, **compared}
+    learner = {key: value for key, value in compared.items() if not key.startswith(CACHE_KEY)}
+    cache = {key: value for key, value in compared.items() if key not in learner}
     quality = summary["heldout_accuracy"]["after"] if heldout else summary["reward"]["last"]
     return Point(
         row["name"],
@@ -206,6 +220,10 @@ def _point(folder: Path, row: dict[str, Any], heldout: bool, several: bool) -> P
         float(metrics[-1]["wall_time"]),
         asynchrony["mode"],
         None if any(key in choices for key in STALENESS_KEYS if key not in BOUND_KEYS) else _bound(asynchrony),
+        _words(cache),
+        _words(learner),
+        statistics.fmean(line.get("cache_kept_fraction", 1.0) for line in metrics),
+        algorithm.get("correction", "none") != "none" or algorithm.get("anchor") == "mu",
     )
 
 
@@ -222,6 +240,7 @@ def _words(choices: dict[str, str]) -> str:
     """The choices in words, ``algorithm=grpo`` as ``grpo``: names are clear without their setting, numbers are not."""
     said = []
     for key, value in choices.items():
+        value = re.sub(r"^\{'policy': |['{}]", "", value).replace(": ", " ") if value.startswith("{") else value
         said.append(f"{key.rpartition('.')[2]} {value}" if _NUMBER.fullmatch(value) else value)
     return ", ".join(said)
 

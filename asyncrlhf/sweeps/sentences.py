@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncrlhf.records.show.summary import counted
 from asyncrlhf.records.write.whole_files import write_atomically
-from asyncrlhf.sweeps.results import ONLY_METHOD, Cell, Estimate, Results, paired
+from asyncrlhf.sweeps.results import FRESH, ONLY_METHOD, Cell, Estimate, Results, paired
 
 RESULTS_FILE = "results.json"
 ESTIMATES = ("quality", "staleness", "seconds", "kept", "speedup")
@@ -31,6 +31,7 @@ def sentences(results: Results) -> list[str]:
             said.append(_headline(joined, quality, results))
             told += [speed for _, speed in joined]
     said += filter(None, (_kept(quality, results.what, s) for s in dict.fromkeys(c.setting for c in quality)))
+    said += filter(None, [_compression(quality, results.what)])
     if quality and not results.search:
         said.append(_ranking(quality, results.what))
     timed = [cell for cell in results.cells if cell.speedup is not None]
@@ -112,6 +113,34 @@ def _kept(quality: Sequence[Cell], what: str, setting: str) -> str:
         f"{setting} (staleness {stale:.1f}): {', '.join(parts)} of the {what} without staleness "
         f"({counted(seeds, 'seed')})."
     )
+
+
+def _compression(cells: Sequence[Cell], what: str) -> str:
+    """What a smaller cache costs, beside what staleness costs and what a correction brings back with such a cache: each
+    against the configuration that differs in this alone. Empty if no two differ in their cache."""
+    costs, stale, back, seeds = list[str](), list[str](), list[str](), list[int]()
+
+    def add(found: list[str], more: Cell, less: Cell, *words: str) -> None:
+        lost = difference(more, less)
+        seeds.append(lost.count)
+        found.append(" ".join([lost.text(), *filter(None, words)]))
+
+    for cell in sorted(cells, key=lambda cell: -cell.room):
+        own, learner = cell.points[0], cell.points[0].learner
+        peers = [(other, other.points[0]) for other in cells]
+        large = max((c for c, p in peers if (p.learner, c.setting) == (learner, cell.setting)), key=lambda c: c.room)
+        fresh = min((c for c, p in peers if c.method == cell.method), key=lambda c: c.staleness.mean)
+        plain = [c for c, p in peers if (p.cache, c.setting) == (own.cache, cell.setting) and not p.corrected]
+        by = learner and f"under {learner}"
+        if cell.room < large.room:
+            add(costs, large, cell, f"with {own.cache} ({cell.room:.0%} kept)", by, f"at {cell.setting}")
+            if own.corrected and plain:
+                add(back, cell, plain[0], f"by {learner} with {own.cache} at {cell.setting}")
+        if fresh.staleness.mean <= FRESH < cell.staleness.mean:
+            add(stale, fresh, cell, f"at {cell.setting}", by, f"with {own.cache or 'the whole cache'}")
+    named = {"a smaller cache costs": costs, "staleness costs": stale, "a correction brings back": back}
+    parts = [f"{name} {', '.join(found[:LISTED])}" for name, found in named.items() if found]
+    return f"Of the {what}, {'; '.join(parts)} ({counted(min(seeds), 'common seed')})." if costs else ""
 
 
 def _speed(cell: Cell) -> str:

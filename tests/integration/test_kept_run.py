@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import pickle
+import re
+from html import escape
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from asyncrlhf.actors.messages import Collected, RolloutBundle
 from asyncrlhf.actors.worker import describe
 from asyncrlhf.cli.main import main
+from asyncrlhf.records.write.rollout_tokens import TOKENS_SCHEMA, TokenRecord
+from asyncrlhf.report import kept_tokens
+from asyncrlhf.report.html import build_report
+from asyncrlhf.report.load import Run
 from asyncrlhf.types import Prompt, Rollout
 from tests.loop import run
 
@@ -33,14 +40,60 @@ def test_a_run_tells_what_its_smaller_cache_changes(tmp_path: Path, way: str) ->
     assert not any(key.startswith("cache_") for row in whole.metrics for key in row)
 
 
+def test_the_report_shows_what_stayed(tmp_path: Path) -> None:
+    """Its dark tokens are those that the record says stayed, and these are as many as the metrics say."""
+    cache = "generator.cache={policy:chunk_sink,share:0.5,window:6,every:3,compare_every:1}"
+    run(tmp_path, *LONG, cache, "async.max_staleness=1", "logging.rollout_tokens=4")
+    page = build_report([tmp_path]).read_text()
+    rows = pq.read_table(tmp_path / "rollout_tokens").to_pylist()
+    rows = {row["rollout_id"]: row for row in rows if row["stayed"]}
+    heads = [int(found) for found in re.findall(r"step \d+, rollout (\d+), reward", page)]
+    pictures = re.findall(r'<div class="stayed">(.*?)</div>', page, re.DOTALL)
+    assert len(heads) == len(pictures) == kept_tokens.PICTURES <= len(rows)
+    for number, picture in zip(heads, pictures, strict=True):
+        lines, row = picture.split("\n"), rows[number]
+        assert len(lines) == len(row["stayed"]) == 4 * 4
+        for line, (place, bits) in zip(lines, row["stayed"], strict=True):
+            named, _, text = line.partition("</i>  ")
+            assert named == f"<i>{place}"
+            texts = zip(row["tokens"], bits, strict=True)
+            assert text == "".join(f"<b>{escape(token)}</b>" if kept else escape(token) for token, kept in texts)
+            assert sum(bits) == 24 and all(bits[-6:])
+    whole = tmp_path / "whole"
+    run(whole, *LONG, "async.max_staleness=1", "logging.rollout_tokens=4")
+    assert "stayed" not in build_report([whole]).read_text()
+
+
+def test_no_token_leaves_its_place_in_the_picture(tmp_path: Path) -> None:
+    """Whatever it says; long responses and many heads are cut, and the page says so."""
+    record = TokenRecord(tmp_path / "rollout_tokens", 0, lambda: None)
+    record._pieces = lambda ids: ["<b>\n" if i % 2 else "</div>" for i in ids]  # type: ignore[assignment]
+    bits = np.arange(500) % 4 == 0
+    row = {name: None for name in TOKENS_SCHEMA.names if name not in ("step", "rank")}
+    row |= {"response_ids": range(500), "prompt": "", "reward": 0.5}
+    stayed = {f"layer {layer}, head 0": bits for layer in range(40)}
+    record.add(3, [row | {"rollout_id": i, "stayed": stayed if i else None} for i in range(2)])
+    record.close()
+    found = kept_tokens.section(Run(tmp_path, "made", [], {}, {}, None))
+    assert "1 of 1 recorded rollouts" in found and "shown: 16 of 40 layers and heads, the first 400 tokens" in found
+    assert "step 3, rollout 1, reward 0.500: 125 of 500 tokens stay" in found
+    assert found.count("<div") == found.count("</div>") == 1 and found.count("<b>&lt;/div&gt;</b>") == 16 * 100
+    assert "&lt;b&gt;\N{MIDDLE DOT}" in found
+    (old,) = (tmp_path / "rollout_tokens").glob("*.parquet")
+    pq.write_table(pq.read_table(old).drop_columns(["stayed"]), old)
+    assert kept_tokens.section(Run(tmp_path, "made", [], {}, {}, None)) == ""
+
+
 def test_what_an_engine_measured_reaches_the_controller() -> None:
     three = np.arange(3)
     prompt = Prompt("", "", three + 1)
-    rollout = Rollout(0, 0, prompt, three, three * -0.5, three * 0, "length", measured={"cache_kl": 0.5})
+    rollout = Rollout(
+        0, 0, prompt, three, three * -0.5, three * 0, "length", measured={"cache_kl": 0.5}, stayed={"a": three > 0}
+    )
     (info,) = pickle.loads(pickle.dumps(Collected(describe([rollout])))).finished
     assert info.logged == {"cache_kl": 0.5}
     (same,) = pickle.loads(pickle.dumps(RolloutBundle([rollout])))
-    assert same.measured == {"cache_kl": 0.5}
+    assert same.measured == {"cache_kl": 0.5} and same.stayed["a"].tolist() == [False, True, True]
 
 
 @pytest.mark.parametrize(

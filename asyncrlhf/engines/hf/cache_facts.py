@@ -29,9 +29,9 @@ class CacheFacts:
         self._config, self._longest, self._passes, self._sampled_ids = config, longest, passes, sampled_ids
         self._compared: dict[int, dict[str, float]] = {}  # of rollouts in flight
 
-    def told(self, rollout: Rollout, sampling: SamplingParams, evicted: int, version: int) -> Rollout:
+    def told(self, rollout: Rollout, sampling: SamplingParams, row: int, evicted: int, version: int) -> Rollout:
         """The finished rollout with ``cache_kept_fraction``, the share of its response that was still there at its end,
-        ``cache_bytes``, the whole cache's, and what its comparison gave."""
+        ``cache_bytes``, the whole cache's, and what its comparison gave; a compared one also with what stayed."""
         measured = {"cache_kept_fraction": 1 - evicted / len(rollout.response_ids)}
         measured["cache_bytes"] = float(self._passes.nbytes)
         compared = self._compared.pop(rollout.rollout_id, None)
@@ -39,7 +39,9 @@ class CacheFacts:
             compared = self._compare(
                 rollout.prompt.token_ids, rollout.response_ids, rollout.behavior_logprobs, sampling.temperature
             )
-        return replace(rollout, measured=measured | (compared or {}))
+        part = slice(first := len(rollout.prompt.token_ids), first + len(rollout.response_ids))
+        stayed = self._passes.stayed(row, part) if compared and evicted else None
+        return replace(rollout, measured=measured | (compared or {}), stayed=stayed)
 
     def before_load(self, table: SlotTable, version: int) -> None:
         """Compare the longest of the rows in flight that ``version`` made alone, whose keys are all of this version."""

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+from numpy.typing import NDArray
 from torch import nn
 
 from asyncrlhf.engines.hf.decode_graphs import DecodeGraphs
@@ -50,6 +51,11 @@ class Passes(ABC):
     def nbytes(self) -> int:
         """Of the cache, where it is ours."""
         return 0
+
+    def stayed(self, row: int, part: slice) -> dict[str, NDArray[np.bool_]]:
+        """Of a row that has lost tokens, which of the positions ``part`` are still there, by layer and key-value head
+        of those that evict."""
+        return {}
 
     @abstractmethod
     def can_copy(self, tokens: int, prompt: int) -> bool:

@@ -110,7 +110,7 @@ class HFEngine(Engine):
         request, evicted = self._table.requests[row], int(self._table.rows["evicted"][row])
         rollout = self._table.take(row, reason)
         if self._facts is not None and request is not None:
-            rollout = self._facts.told(rollout, request.sampling, evicted, self.version)
+            rollout = self._facts.told(rollout, request.sampling, row, evicted, self.version)
         return rollout
 
     def _separators(self, ids: IntArray) -> NDArray[np.bool_]:

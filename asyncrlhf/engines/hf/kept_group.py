@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from asyncrlhf.engines.cache_config import CacheConfig
 from asyncrlhf.engines.hf.layer_group import GroupPlan, LayerGroup
@@ -45,9 +47,7 @@ class KeptGroup(LayerGroup):
         self._config, self._budget = config, budget
         self._early = max(1, layers // EARLY)
         rows = (layers, slots, shape.kv_heads, 0)
-        # [layers, slots, Hkv, places]: positions of the places up to the last eviction's, and scores of all
-        self._positions = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._scores = torch.zeros(rows if self.scores else (0, 0, 0, 0), device=device)
+        self._scores = torch.zeros(rows if self.scores else (0, 0, 0, 0), device=device)  # by place
         self._gone = torch.zeros(rows, dtype=torch.int32, device=device)  # by position: the first query without it
 
     @property
@@ -57,23 +57,19 @@ class KeptGroup(LayerGroup):
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + sum(x.nbytes for x in (self._positions, self._scores, self._gone))
+        return super().nbytes + sum(x.nbytes for x in (self._scores, self._gone))
 
     def reserve(self, length: int, kept: int) -> None:
         super().reserve(kept, kept)
-        more = kept - self._positions.shape[3]
-        if more > 0:
-            self._positions = F.pad(self._positions, (0, more))
-            if self.scores:
-                self._scores = F.pad(self._scores, (0, more))
+        if self.scores and (more := kept - self._scores.shape[3]) > 0:
+            self._scores = F.pad(self._scores, (0, more))
         if (more := length - self._gone.shape[3]) > 0:
             self._gone = F.pad(self._gone, (0, more), value=STAYS)
 
     def copy_rows(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
         super().copy_rows(source, target, length)
-        for data in (self._positions, self._scores):
-            if data.numel():
-                data[:, target, :, :length] = data[:, source, :, :length]
+        if self.scores:
+            self._scores[:, target, :, :length] = self._scores[:, source, :, :length]
         self._gone[:, target] = self._gone[:, source]  # also of tokens to come, which the target may hide
 
     def newest(self, plan: GroupPlan, last: torch.Tensor) -> torch.Tensor:
@@ -86,10 +82,7 @@ class KeptGroup(LayerGroup):
         super().write(index, key, value, plan)
         for again in plan.again:
             held = again.size - again.evicted
-            place = torch.arange(held, device=key.device)
-            stored = self._positions[index, again.row, :, :held]
-            base = again.prompt + self._budget - self._config.every
-            positions = self._where(stored, place, base, again.evicted)
+            positions = _left(self._gone[index, again.row])[:, :held]
             heads = torch.arange(len(positions), device=key.device)[:, None]
             for data, states in ((self._keys, key), (self._values, value)):
                 data[index, again.row, :, :held] = states[again.start + positions, heads]
@@ -130,18 +123,22 @@ class KeptGroup(LayerGroup):
         gone = self._gone[index, bucket.row, :, : bucket.stop - bucket.start]
         return prefill_attention(query, key, value, scoring, None, bucket, gone)
 
+    def stayed(self, row: int, part: slice) -> NDArray[np.bool_]:
+        """[layers, Hkv, part] of a row that has lost tokens: which positions are still there."""
+        found: NDArray[np.bool_] = (self._gone[:, row, :, part] == STAYS).cpu().numpy()
+        return found
+
     def evict(self, due: Due) -> None:
         """Let ``every`` tokens of each row go, in each layer and head those with the lowest scores."""
         config, place = self._config, torch.arange(self.places, device=due.rows.device)
         prompt, first = due.prompt[:, None], (due.evicted == 0)[:, None]
         held = prompt + self._budget
-        base = torch.where(first, 0, held - config.every)
 
         def spread(rows: torch.Tensor) -> torch.Tensor:
             return rows[None, :, None]  # [r, places] over layers and heads
 
-        stored = self._positions[:, due.rows]
-        positions = self._where(stored, place, spread(base), due.evicted[None, :, None, None])
+        left = torch.where(first[None, :, None], STAYS, self._gone[:, due.rows])  # else of an earlier request
+        positions = _left(left)[..., : self.places]
         scores = self._rated(due, positions, place, prompt, held, first)
         free = (place >= prompt) & (place < held - config.window)
         rank = torch.where(spread(free), scores, torch.where(spread(place < held), torch.inf, -torch.inf))
@@ -150,11 +147,8 @@ class KeptGroup(LayerGroup):
         moved = (~stays).to(torch.uint8).argsort(dim=-1, stable=True)
         gone = (stays | spread(place >= held)).to(torch.uint8).argsort(dim=-1, stable=True)[..., : config.every]
 
-        left = self._gone[:, due.rows]
-        left = torch.where(first[None, :, None], STAYS, left)
         when = due.last.int()[None, :, None, None].expand(gone.shape)
         self._gone[:, due.rows] = left.scatter(3, positions.gather(3, gone), when)
-        self._positions[:, due.rows] = positions.gather(3, moved).int()
         for data in (self._keys, self._values):
             chosen = moved[..., None].expand(*moved.shape, data.shape[-1])
             data[:, due.rows] = data[:, due.rows].gather(3, chosen)
@@ -192,9 +186,11 @@ class KeptGroup(LayerGroup):
         kept = {"first": own, "last": ahead, "both": torch.maximum(own, ahead)}[config.keep]
         return torch.where(leaving[None, :, None], kept, scores)
 
-    @staticmethod
-    def _where(
-        stored: torch.Tensor, place: torch.Tensor, base: torch.Tensor | int, evicted: torch.Tensor | int
-    ) -> torch.Tensor:
-        """Positions of places: what was noted up to ``base``, then one after the other."""
-        return torch.where(place < base, stored.long(), place + evicted)
+
+def _left(gone: torch.Tensor) -> torch.Tensor:
+    """The positions [..., L] of the places in turn, from the first query without each position [..., L]: what stays, in
+    its order. The last places, one for each that went, have no meaning."""
+    stays, last = gone == STAYS, gone.shape[-1]
+    place = torch.where(stays, stays.cumsum(-1) - 1, last)
+    position = torch.arange(last, device=gone.device).expand(gone.shape)
+    return F.pad(torch.zeros_like(place), (0, 1)).scatter_(-1, place, position)[..., :-1]

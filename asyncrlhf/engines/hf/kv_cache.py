@@ -111,6 +111,15 @@ class KVCache:
         for group in self.groups:
             group.copy_rows(src, dst, length)
 
+    def stayed(self, row: int, part: slice) -> dict[str, NDArray[np.bool_]]:
+        groups = {i: group.stayed(row, part) for i, group in enumerate(self.groups) if isinstance(group, KeptGroup)}
+        return {
+            f"layer {layer}, head {head}": places
+            for layer, (group, index) in self._where.items()
+            if group in groups
+            for head, places in enumerate(groups[group][index])
+        }
+
     def placed(self, plan: ForwardPlan) -> ForwardPlan:
         """``plan`` on the cache's device, which gets it in one copy, with its biases."""
         optional = [x for bucket in plan.buckets for x in (bucket.pad, bucket.unpad)]

@@ -26,8 +26,7 @@ class Again:
     row: int
     start: int
     size: int
-    prompt: int  # tokens
-    evicted: int
+    evicted: int  # tokens
 
 
 @dataclass(frozen=True)

@@ -176,8 +176,7 @@ def plan_step(table: SlotTable, prefills: Sequence[Prefill], cache: KVCache) -> 
         size = len(sequence)
         if _is_again(table, prefill):
             buckets.append(PrefillBucket(packed, packed + size, 1, None, None, sharers[0]))
-            facts = table.rows[sharers[0]]
-            again.append(Again(sharers[0], packed, size, int(facts["prompt_length"]), int(facts["evicted"])))
+            again.append(Again(sharers[0], packed, size, int(table.rows["evicted"][sharers[0]])))
         ids.append(sequence)
         positions.append(np.arange(size))
         source.append(np.tile(np.arange(packed, packed + size), len(sharers)))

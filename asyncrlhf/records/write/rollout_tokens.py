@@ -39,6 +39,7 @@ TOKENS_SCHEMA = pa.schema(
         ("importance_weight", _FLOATS),
         ("behavior_weight", _FLOATS),
         ("advantages", _FLOATS),
+        ("stayed", pa.map_(pa.string(), pa.list_(pa.bool_()))),
     ]
 )
 
@@ -137,6 +138,7 @@ class TokenRecord:
             self._pieces = Pieces(self._tokenizer())
         for row in rows:
             row["tokens"] = self._pieces(row["response_ids"])
+            row["stayed"] = None if (stayed := row.get("stayed")) is None else list(stayed.items())
             row["prompt"] = row["prompt"].encode(errors="replace").decode()  # Parquet holds no halves of characters
         write_table(target, {name: [row[name] for row in rows] for name in TOKENS_SCHEMA.names}, TOKENS_SCHEMA)
 

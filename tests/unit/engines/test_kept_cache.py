@@ -149,6 +149,32 @@ def test_the_whole_cache_is_todays() -> None:
         assert np.array_equal(rollout.behavior_logprobs, found[1][number].behavior_logprobs)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_compared_rollout_tells_what_stayed(name: str) -> None:
+    """By layer and head, as the slow reference has it, whatever happened meanwhile and whichever row it moved to."""
+    config = CacheConfig("chunk_sink", tokens=14, window=6, every=3, compare_every=1)
+    schedule = Schedule(make_engine(name, config), name, 4)
+    done = schedule.run(requests(4), 0.1)
+    models = {version: tiny(name, version) for version in range(schedule.versions)}
+    spans, told = windows(models[0]), 0
+    for model in models.values():
+        model.set_attn_implementation(NAME)
+    for rollout in done.values():
+        row, first = SlowRow(config, 14, len(rollout.prompt.token_ids), spans, 2), len(rollout.prompt.token_ids)
+        slow_logprobs(models, rollout, schedule.anew.get(rollout.rollout_id, set()), row, SEPARATORS)
+        if rollout.stayed is None:
+            assert not row.evicted or "cache_kl" not in rollout.measured
+            continue
+        told += 1
+        assert list(rollout.stayed) == [f"layer {layer}, head {head}" for layer in row.full for head in (0, 1)]
+        for place, bits in rollout.stayed.items():
+            layer, head = (int(word) for word in place.replace("layer ", "").split(", head "))
+            length = len(rollout.response_ids)
+            assert bits.tolist() == [(layer, head, first + t) not in row.gone for t in range(length)], place
+            assert bits.mean() == pytest.approx(rollout.measured["cache_kept_fraction"]) and bits[-6:].all()
+    assert told > 2 and len({bits.tobytes() for r in done.values() if r.stayed for bits in r.stayed.values()}) > told
+
+
 def test_eviction_is_felt() -> None:
     """Else every test above would pass on a cache that keeps all."""
     engine = make_engine("llama", CacheConfig("window", share=0.3, window=4, every=3, compare_every=1))
@@ -211,7 +237,7 @@ def test_memory_is_that_of_what_stays() -> None:
         assert engine._passes.nbytes == sizes[-1] > 3 * freed
     keys = 4 * 2 * 64 * 2 * 8 * 4  # bytes a place: layers, keys and values, slots, heads, width, float32
     assert sizes[0] == 536 * keys
-    state = 4 * 64 * 2 * (152 * 2 + 536) * 4  # positions, scores; and when each token went
+    state = 4 * 64 * 2 * (152 + 536) * 4  # scores; and when each token went
     assert sizes[1] == 152 * keys + state and 152 / 536 < 0.3
 
 
