@@ -54,6 +54,8 @@ def read_cache(given: Any, longest: int) -> CacheConfig | None:
     """``generator.cache`` as written, a policy's name or a mapping with it; None: everything stays. Raises ConfigError
     where responses of ``longest`` tokens leave nothing to choose from."""
     whole = "generator.cache"
+    if given == "full":  # at once: this is asked for each copy of the settings
+        return None
     check(
         isinstance(given, str | Mapping),
         f"{whole}={given} is neither the name of a policy nor a mapping; allowed: {', '.join(POLICIES)}, or such as "

@@ -1,4 +1,4 @@
-"""The hf engine's eviction once more, one token and one head at a time: all keys are kept, masks hide what is gone."""
+"""The hf engine's eviction once more, one text at a time: all keys are kept, masks hide what is gone."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class SlowRow:
         self.config, self.budget, self.prompt, self.windows, self.heads = config, budget, prompt, windows, heads
         self.full = [layer for layer, window in enumerate(windows) if window is None]
         self.early = self.full[: max(1, len(self.full) // 3)]
-        self.keys: dict[tuple[int, int], torch.Tensor] = {}
-        self.values: dict[tuple[int, int], torch.Tensor] = {}
+        self.keys: dict[int, torch.Tensor] = {}  # of each layer: [heads, positions, width]
+        self.values: dict[int, torch.Tensor] = {}
         self.gone: dict[tuple[int, int, int], int] = {}  # (layer, head, position): the first query without it
         self.attention: dict[tuple[int, int, int], float] = {}  # all that it got from decoding queries
         self.novelty: dict[tuple[int, int, int], float] = {}
@@ -35,34 +35,45 @@ class SlowRow:
     def attend(
         self, layer: int, states: tuple[torch.Tensor, ...], scale: float, softcap: float | None, sinks: Any
     ) -> torch.Tensor:
-        q, k, v = states
-        at, window = self.query, self.windows[layer]
-        self.keys[layer, at], self.values[layer, at] = k[0, :, 0], v[0, :, 0]
-        outs, group = [], q.shape[1] // self.heads
-        for head in range(self.heads):
-            seen = [t for t in range(at + 1) if (window is None or at - t < window)]
-            seen = [t for t in seen if self.gone.get((layer, head, t), NEVER) > at]
-            keys = torch.stack([self.keys[layer, t][head] for t in seen])
-            values = torch.stack([self.values[layer, t][head] for t in seen])
-            total = np.zeros(len(seen))
-            for one in range(head * group, (head + 1) * group):
-                scores = keys @ q[0, one, 0] * scale
-                if softcap is not None:
-                    scores = softcap * torch.tanh(scores / softcap)
-                whole = scores if sinks is None else torch.cat([scores, sinks[one : one + 1].to(scores.dtype)])
-                weights = torch.softmax(whole, dim=-1)[: len(seen)]
-                outs.append(weights @ values)
-                total += weights.double().numpy()
-            if self.watches and window is None:
-                self.watch(layer, head, dict(zip(seen, total.tolist(), strict=True)))
-        return torch.stack(outs)[None, None]
+        """Of the queries at ``self.query`` and after it."""
+        q, k, v = (x[0] for x in states)
+        if self.query:
+            k = torch.cat([self.keys[layer][:, : self.query], k], dim=1)
+            v = torch.cat([self.values[layer][:, : self.query], v], dim=1)
+        self.keys[layer], self.values[layer] = k, v
+        seen = self.seen(layer, q.shape[1]).repeat_interleave(len(q) // self.heads, dim=0)
+        scores = q @ k.repeat_interleave(len(q) // self.heads, dim=0).mT * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(-1, q.shape[1], 1)], dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., : k.shape[1]]
+        if self.watches and self.windows[layer] is None:
+            totals = weights.double().unflatten(0, (self.heads, -1)).sum(1).tolist()
+            for head, total in enumerate(totals):
+                stays = seen[head * (len(q) // self.heads)].tolist()
+                for i in range(q.shape[1]):
+                    got = {t: total[i][t] for t in range(k.shape[1]) if stays[i][t]}
+                    self.watch(layer, head, self.query + i, got)
+        return (weights @ v.repeat_interleave(len(q) // self.heads, dim=0)).transpose(0, 1)[None]
 
-    def watch(self, layer: int, head: int, got: Mapping[int, float]) -> None:
+    def seen(self, layer: int, queries: int) -> torch.Tensor:
+        """Of each head, query and position, whether the query sees it."""
+        at = torch.arange(self.query, self.query + queries)[:, None]
+        t, window = torch.arange(self.query + queries), self.windows[layer]
+        gone = torch.full((self.heads, 1, len(t)), NEVER)
+        for (index, head, position), since in self.gone.items():
+            if index == layer:
+                gone[head, 0, position] = since
+        return (t <= at) & (at - t < (window or NEVER)) & (gone > at)
+
+    def watch(self, layer: int, head: int, at: int, got: Mapping[int, float]) -> None:
         half = self.config.window // 2
         for t, weight in got.items():
             self.attention[layer, head, t] = self.attention.get((layer, head, t), 0.0) + weight
-        for t in range(max(0, self.query - half + 1), self.query + 1):
-            within = sum(got[s] for s in range(t, self.query + 1))
+        for t in range(max(0, at - half + 1), at + 1):
+            within = sum(got[s] for s in range(t, at + 1))
             across = sum(got[s] for s in range(max(0, t - half), t))
             if within + across > 1e-6:
                 found = (within - across) / (within + across + 1e-6)
@@ -82,11 +93,11 @@ class SlowRow:
             return {"first": first, "last": last, "both": max(first, last)}[self.config.keep]
         return t + 1e6 * (policy == "separators" and separates)
 
-    def evict(self, text: np.ndarray, separators: np.ndarray) -> None:
-        """Before the query at ``self.query``."""
-        at = self.query
-        if at - self.prompt - self.evicted < self.budget:
-            return
+    def is_full(self, at: int) -> bool:
+        """Whether tokens go before the query there."""
+        return at - self.prompt - self.evicted >= self.budget
+
+    def evict(self, at: int, text: np.ndarray, separators: np.ndarray) -> None:
         for layer in self.full:
             for head in range(self.heads):
                 kept = [t for t in range(self.prompt, at) if (layer, head, t) not in self.gone]
@@ -119,22 +130,28 @@ def slow_logprobs(
     are computed again, under the weights of that token."""
     text = np.concatenate([rollout.prompt.token_ids, rollout.response_ids])
     PRESENT[:] = [row]
-    found = []
-    for t, version in enumerate(rollout.policy_versions.tolist()):
-        model = models[version]
-        query = row.prompt - 1 + t
-        row.query = query
-        row.evict(text, separators)
+    found: list[float] = []
+    versions = rollout.policy_versions.tolist()
+    while (t := len(found)) < len(versions):
+        at = row.prompt - 1 + t
+        if row.is_full(at):
+            row.evict(at, text, separators)
         if t == 0 or t in anew:
-            for position in range(query):
-                _pass(model, row, text, position, watches=False)
-        logits = _pass(model, row, text, query, watches=True)
-        found.append(float(torch.log_softmax(logits, dim=-1)[rollout.response_ids[t]]))
+            _pass(models[versions[t]], row, text, range(at), watches=False)
+        end = t + 1  # of the tokens up to the next change
+        while end < len(versions) and versions[end] == versions[t] and end not in anew:
+            if row.is_full(row.prompt - 1 + end):
+                break
+            end += 1
+        logits = _pass(models[versions[t]], row, text, range(at, row.prompt - 1 + end), watches=True)
+        chosen = torch.from_numpy(rollout.response_ids[t:end])[:, None]
+        found += torch.log_softmax(logits, dim=-1).gather(1, chosen)[:, 0].tolist()
     return np.array(found)
 
 
-def _pass(model: PreTrainedModel, row: SlowRow, text: np.ndarray, position: int, watches: bool) -> torch.Tensor:
-    row.query, row.watches = position, watches
-    ids, where = torch.tensor([[int(text[position])]]), torch.tensor([[position]])
-    logits: torch.Tensor = model(input_ids=ids, position_ids=where, use_cache=False).logits[0, -1]
+def _pass(model: PreTrainedModel, row: SlowRow, text: np.ndarray, positions: range, watches: bool) -> torch.Tensor:
+    row.query, row.watches = positions.start, watches
+    where = torch.tensor([list(positions)])
+    ids = torch.from_numpy(text)[where]
+    logits: torch.Tensor = model(input_ids=ids, position_ids=where, use_cache=False).logits[0]
     return logits

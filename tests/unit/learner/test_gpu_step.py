@@ -6,6 +6,7 @@ by a tenth fails.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ from asyncrlhf.learner import rank_models
 from asyncrlhf.learner.model import activations, forward
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
 from asyncrlhf.learner.settings.learner_config import LearnerConfig
-from asyncrlhf.types import TrainBatch
 from tests.pretended_gpu import Counts, learner_on_gpu
 from tests.unit.learner.test_presets import LONGEST, PRESETS, preset, stale_batch
 from tests.unit.learner.worlds import backend, llama
@@ -25,11 +25,13 @@ from tests.unit.learner.worlds import backend, llama
 TOKENS = 4096
 
 
-def counted(given: TrainBatch, **learner: Any) -> Counts:
+@cache
+def counted(sequences: int = 8, precision: str = "bfloat16", budget: int = TOKENS) -> Counts:
     """Of a step of two layers of SmolLM2-135M's, after one that allocates what stays."""
     with torch.device("meta"):
         model = build("135m, two layers")
-    config = LearnerConfig(**({"token_budget": TOKENS, "gpus": 1, "mixed_precision": "bfloat16"} | learner))
+    given = batch("135m, two layers", TOKENS, sequences)
+    config = LearnerConfig(token_budget=budget, gpus=1, mixed_precision=precision)
     with learner_on_gpu([model], AlgorithmConfig(), config) as (gpu, trained):
         trained.train_step(given)
         counts = gpu.fresh()
@@ -42,17 +44,13 @@ def shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "135m, two layers", (576, 2, *SHAPES["135m"][2:]))
 
 
-def of_size(size: int) -> TrainBatch:
-    return batch("135m, two layers", TOKENS, size)
-
-
 # precision: launches, GB moved by elementwise operations, peak GB
 NOW = {"bfloat16": (524, 14.7, 2.12), "none": (471, 16.1, 2.45)}
 
 
 @pytest.mark.parametrize("precision", NOW)
 def test_no_count_of_a_step_has_risen(precision: str) -> None:
-    counts = counted(of_size(8), mixed_precision=precision)
+    counts = counted(8, precision)
     found = (counts.launched, counts.bytes["elementwise"] / 1e9, counts.peak / 1e9)
     assert all(0.9 * limit <= count <= 1.1 * limit for count, limit in zip(found, NOW[precision], strict=True)), found
     assert counts.waits == 1, counts.syncs
@@ -60,13 +58,13 @@ def test_no_count_of_a_step_has_risen(precision: str) -> None:
 
 @pytest.mark.parametrize("precision", NOW)
 def test_launches_do_not_grow_with_the_number_of_sequences(precision: str) -> None:
-    few, many = (counted(of_size(size), mixed_precision=precision).launched for size in (8, 512))
+    few, many = (counted(size, precision).launched for size in (8, 512))
     assert abs(many - few) <= 0.05 * few
 
 
 def test_weights_are_cast_once_an_update_not_once_a_microbatch() -> None:
     """What a microbatch more costs in casts are the norms' and its gradients on their way to the float32 weights."""
-    one, four = (counted(of_size(8), token_budget=budget) for budget in (TOKENS, TOKENS // 4))
+    one, four = (counted(budget=budget) for budget in (TOKENS, TOKENS // 4))
     with torch.device("meta"):
         parameters = len(list(build("135m, two layers").parameters()))
     norms = 4 * 5 + 2  # to float32 and back, forward and backward; the last one's input is a hidden state of each
