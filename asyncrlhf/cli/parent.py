@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -27,7 +28,9 @@ MEMORY_EVENTS = ("/sys/fs/cgroup/memory.events", "/proc/vmstat")
 LEFT_SECONDS = 10.0  # for the child's processes to end after SIGKILL
 MOST_IDLE = 2  # attempts in a row without a step, after which none follows
 LONGEST_BACKOFF = 60.0  # seconds before an attempt; the first follows after one
-ENDS = (0, 2, *(128 + number for number in last_words.ENDING))  # exit codes after which no attempt follows
+REFUSED = 2  # exit code for a wrong setting, or a cluster that cannot hold the run
+KNOCK_SECONDS = 5.0  # between two looks for a cluster that is away
+ENDS = (0, REFUSED, *(128 + number for number in last_words.ENDING))  # exit codes after which no attempt follows
 LOOK_SECONDS = 1.0  # between two looks at the processes that the child needs
 GRACE_SECONDS = 5.0  # in which a child that lost one may end by itself
 NEEDED = {"gcs_server": "its control store (gcs_server)", "raylet": "its node process (raylet)"}
@@ -47,7 +50,7 @@ def above(command: Callable[[Sequence[str]], int], restarts: int | None) -> int:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*heeded, signal.SIGCHLD})
     further: list[str] = []
     spent = idle = 0  # restarts since the last that made steps, and attempts without a step, in a row
-    steps = 0
+    steps, cluster = 0, ""
     while True:
         kills = memory_kills()
         watched = _fork(partial(command, further), before)
@@ -57,21 +60,36 @@ def above(command: Callable[[Sequence[str]], int], restarts: int | None) -> int:
         told = watched.told
         code = int(told["ended"]) if "ended" in told else speak_for(status, watched, memory_kills() > kills)
         left = told.get("restarts", restarts if "ended" not in told else 0)
-        if restarts is None or not left or code in ENDS:
+        cluster = told.get("cluster", cluster)
+        partial_cluster = code == REFUSED and cluster and steps  # what it lacks now it had in an attempt before
+        if restarts is None or not left or (code in ENDS and not partial_cluster):
             return code
         now = _steps(Path(told["run_dir"])) if "run_dir" in told else steps
-        spent, idle = (1, 0) if now > steps else (spent + 1, idle + 1)
+        spent, idle = (1, 0) if now > steps else (spent + 1, idle + (not partial_cluster))
         steps = max(steps, now)
         if idle >= MOST_IDLE or spent > left:
             why = f"{idle} attempts made no step" if idle >= MOST_IDLE else f"restarts={left} are spent"
             return _said(f"no further attempt, since {why}", code)
-        seconds = min(LONGEST_BACKOFF, 2.0**idle)
+        seconds = min(LONGEST_BACKOFF, 2.0 ** (spent if partial_cluster else idle))
         where = f"after step {now}'s newest checkpoint" if steps else "from its start"
         _said(f"the next attempt begins in {seconds:g} s, {where}", code)
-        if (got := signal.sigtimedwait(heeded, seconds)) is not None:
+        got = signal.sigtimedwait(heeded, seconds)
+        if got is None and cluster and not _listens(cluster):
+            _said(f"waiting for the Ray cluster at {cluster}", code)
+            while got is None and not _listens(cluster):
+                got = signal.sigtimedwait(heeded, KNOCK_SECONDS)
+        if got is not None:
             return _said("interrupted", 128 + got.si_signo)
         if "run_dir" in told:
             further = ["checkpoint.resume=auto", f"run_dir={told['run_dir']}"]
+
+
+def _listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    with suppress(OSError):
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_SECONDS).close()
+        return True
+    return False
 
 
 def _said(sentence: str, code: int) -> int:
@@ -108,6 +126,7 @@ class Told:
         self.told: dict[str, Any] = {}
         self.lost = ""
         self._lost_at = 0.0
+        self.hung = False  # it was ended, since it did not say so
 
     def read(self) -> bool:
         """Take what it has told; returns whether it may tell more."""
@@ -150,6 +169,7 @@ class _Watched(Told):
                     return ended[1]
             self.read()
             if self.look():
+                self.hung = True
                 os.kill(self._child, signal.SIGKILL)
 
 
@@ -169,7 +189,11 @@ def speak_for(status: int | None, watched: Told, memory: bool) -> int:
     """One sentence on what died; the run's files are closed, and its processes ended. Returns the exit code.
     ``status``: as of waitpid(2), if known; ``memory``: whether the kernel has killed for memory since the start."""
     told = watched.told
-    number = os.WTERMSIG(status) if status is not None and os.WIFSIGNALED(status) and not watched.lost else 0
+    number = os.WTERMSIG(status) if status is not None and os.WIFSIGNALED(status) and not watched.hung else 0
+    if watched.lost and number == signal.SIGABRT:  # by which Ray ends a process whose cluster is gone
+        number = 0
+    elif number:
+        watched.lost = ""  # it went with the process
     cause = _cause(status, number, watched, memory)
     left = _end_descendants()
     closed = _close(told, cause) if "run_dir" in told else ""

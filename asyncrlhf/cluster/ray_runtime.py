@@ -40,6 +40,7 @@ from asyncrlhf.cluster.ray_placement import (
 from asyncrlhf.cluster.ray_records import RayRecords
 from asyncrlhf.config.environment_config import ClusterConfig, RayConfig
 from asyncrlhf.errors import ConfigError, ReplicaError
+from asyncrlhf.last_words import tell
 from asyncrlhf.records.write.rollout_rows import RolloutRow
 from asyncrlhf.transport.build_transport import mapped_transport
 from asyncrlhf.transport.protocol import LostReceiversError, replica_name, worker_name
@@ -92,10 +93,14 @@ class RayRuntime(Runtime):
             try:
                 knock(address)
                 init(address=address, runtime_env=inherited, log_to_driver=False, logging_level=logging.ERROR)
+                tell(cluster=ray.get_runtime_context().gcs_address)
             except (OSError, ValueError, RuntimeError) as error:
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+                # Ray shows a token only to a cluster that it finds itself (auto), or if it is told to.
+                token = "" if "RAY_AUTH_MODE" in os.environ else ", with RAY_AUTH_MODE=token if it asks for one"
                 raise ConfigError(
-                    f"ray.address={address} reaches no cluster: {reason}; allowed: auto, or HOST:PORT of its head."
+                    f"ray.address={address} reaches no cluster: {reason}; "
+                    f"allowed: auto, or HOST:PORT of its head{token}."
                 ) from error
         else:
             plan = make_plan(self._cluster.placement, self._parts, nodes=1)

@@ -111,7 +111,7 @@ def build_tables(runs: Sequence[Run], groups: Sequence[Group]) -> list[Table]:
     tables = [_over_seeds(groups, seeds)] if any(len(group.runs) > 1 for group in groups) else []
     tables.append(_results(runs, results))
     if runs[0].stage == TRAIN:
-        tables += [_ledger(runs), *_replicas(runs)]
+        tables += [_ledger(runs), *_replicas(runs), *_attempts(runs)]
     differences = config_differences([group.runs[0] for group in groups])
     if differences:
         rows = [[key, *(MISSING if value is None else str(value) for value in row)] for key, row in differences.items()]
@@ -167,6 +167,17 @@ def _replicas(runs: Sequence[Run]) -> list[Table]:
         [run.label, name, *replica_cells(figures)] for run in runs for name, figures in replica_means(run.rows).items()
     ]
     return [Table("Generators", ["run", "generator", *REPLICA_COLUMNS], rows)] if rows else []
+
+
+def _attempts(runs: Sequence[Run]) -> list[Table]:
+    """One row per start of a run, for runs that began more than once."""
+    rows = [
+        [run.label, attempt["started"], f"{attempt['from_step']:,}", attempt.get("after") or MISSING]
+        for run in runs
+        if len(found := (run.summary or {}).get("attempts", ())) > 1
+        for attempt in found
+    ]
+    return [Table("Attempts", ["run", "began", "after step", "since the one before ended"], rows)] if rows else []
 
 
 def _reasons(counts: dict[str, Any]) -> str:

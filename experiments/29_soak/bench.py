@@ -1,4 +1,4 @@
-"""Memory and open files of every process of a long run, and which processes grow."""
+"""Memory and open files of every process of a long run, and its records on disk: what grows, by how much."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def watch(folder: Path, steps: int, every: int, overrides: Sequence[str]) -> lis
                     new = file.read()
                 size, done = size + len(new), done + new.count(b"\n")
             if done >= due:
-                samples.append((done, look(process.pid)))
+                samples.append((done, look(process.pid) | on_disk(folder / "run")))
                 due = done + every
                 print(f"{time.strftime('%H:%M:%S')} step {done} of {steps}", flush=True)
     finally:
@@ -91,6 +91,16 @@ def look(root: int) -> Sample:
                 kib = int(re.findall(r"RssAnon:\s+(\d+)", status)[0])
                 found[f"{name} ({process.pid})"] = (kib / 1024, process.num_fds())
     return found
+
+
+def on_disk(run_dir: Path) -> Sample:
+    """Size and number of files of what a run records, apart from its checkpoints."""
+    found: Sample = {}
+    for entry in run_dir.iterdir():
+        files = [entry] if entry.is_file() else [path for path in entry.rglob("*") if path.is_file()]
+        with suppress(FileNotFoundError):
+            found[f"on disk: {entry.name}"] = (sum(path.stat().st_size for path in files) / 2**20, len(files))
+    return {name: size for name, size in found.items() if not name.endswith(("checkpoints", ".tmp"))}
 
 
 def name_of(words: Sequence[str]) -> str:
@@ -133,13 +143,16 @@ def growth(points: Sequence[tuple[int, float, int]]) -> dict[str, Any]:
 
 def show(processes: dict[str, dict[str, Any]]) -> None:
     titles = ("MiB first", "last", "a 1,000 steps, 1st half", "2nd half", "files first", "last", "a 1,000 steps")
-    table = Table("process", *titles, title="Memory and open files of each process", title_justify="left")
+    table = Table(
+        "process", *titles, title="Memory and open files of each process, and files on disk", title_justify="left"
+    )
     for name, found in sorted(processes.items(), key=lambda item: -item[1]["mib_per_1000"]):
         table.add_row(name, *(f"{value:.4g}" for value in found.values()))
     Console(width=130).print(table)
     growing = [
         name
         for name, found in processes.items()
-        if found["mib_per_1000"] > GROWS_MIB or found["files_per_1000"] > GROWS_FILES
+        if not name.startswith("on disk")
+        and (found["mib_per_1000"] > GROWS_MIB or found["files_per_1000"] > GROWS_FILES)
     ]
     print(f"Growing in the second half: {', '.join(growing) or 'none'}")

@@ -89,7 +89,9 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew_by_the_same_comman
     again.assert_ledger_whole()
     assert again.untimed_metrics == whole.untimed_metrics
     assert again.summary["heldout_accuracy"]["before"] == whole.summary["heldout_accuracy"]["before"]
-    assert [attempt["from_step"] for attempt in again.summary["attempts"]] == [0, 0, 0, 0]
+    attempts = again.summary["attempts"]
+    assert [attempt["from_step"] for attempt in attempts] == [0, 0, 0, 0]
+    assert [attempt["after"] for attempt in attempts] == [None, *["killed, without a summary"] * 3]
 
 
 def killed_at(monkeypatch: pytest.MonkeyPatch, folder: Path, step: int, *options: str) -> None:

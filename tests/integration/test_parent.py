@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -18,8 +20,9 @@ import pytest
 import asyncrlhf
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.read.verify import verify
+from asyncrlhf.report.html import build_report
 from tests.loop import FAKE, QUIET
-from tests.processes import lives
+from tests.processes import lives, ray_files
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 90.0  # for each thing that is waited for
@@ -48,6 +51,17 @@ class Command:
         metrics = self.run_dir / "metrics.jsonl"
         rows = metrics.read_text().splitlines() if metrics.exists() else []
         return int(json.loads(rows[-1])["step"]) if rows else 0
+
+    def says(self, words: str) -> None:
+        """Wait for a sentence."""
+        assert self.process.stderr is not None
+        deaf = threading.Timer(SECONDS, self.process.kill)
+        deaf.start()
+        said = [self.process.stderr.readline()]
+        while words not in said[-1] and said[-1]:
+            said.append(self.process.stderr.readline())
+        assert said[-1], f"it did not say {words!r}, but {said}"
+        deaf.cancel()
 
     def end(self) -> tuple[int, list[str]]:
         """The exit code, and the sentences."""
@@ -130,6 +144,8 @@ def test_a_run_goes_on_by_itself(tmp_path: Path) -> None:
         assert sum("the next attempt begins in 1 s" in sentence for sentence in said) == 3
         assert command.steps() == 40
         assert verify(command.run_dir) == []
+        page = build_report([command.run_dir]).read_text()
+        assert "<h3>Attempts</h3>" in page and page.count("failed: the run&#39;s process was killed (SIGKILL).") == 3
 
 
 def test_an_attempt_that_dies_before_it_has_read_its_settings_is_one_too(tmp_path: Path) -> None:
@@ -255,6 +271,54 @@ def test_a_script_of_the_python_api_is_spoken_for_too(end: str, tmp_path: Path) 
 def test_the_python_api_does_not_start_its_own_process_again(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="restarts=2 starts the run's process again, which here is yours; allowed: 0"):
         asyncrlhf.train(run_dir=tmp_path / "run", restarts=2)
+
+
+@pytest.mark.thorough
+def test_a_run_waits_for_a_cluster_that_went_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")  # this machine has one since the first Ray that it started
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with (
+        ray_files(),
+        head(address),
+        started(
+            tmp_path, *FAKE, *QUIET, "steps=40", "checkpoint.every=5", "restarts=3", f"ray.address={address}"
+        ) as command,
+    ):
+        own = command.until(8)
+        for process in psutil.process_iter(["name", "cmdline"]):
+            if process.name() in NAMES and address.rpartition(":")[2] in " ".join(process.cmdline()):
+                process.kill()
+        command.says("asyncrlhf: waiting for the Ray cluster at ")
+        assert not lives(own.pid)
+        with head(address):
+            code, said = command.end()
+        assert code == 0 and command.reason == "done" and command.steps() == 40, said
+        assert verify(command.run_dir) == []
+
+
+@contextmanager
+def head(address: str):  # type: ignore[no-untyped-def]
+    """A cluster of one node."""
+    node = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={address.rpartition(':')[2]}"]
+    node += ["--num-cpus=4", "--include-dashboard=false", "--disable-usage-stats", "--object-store-memory=100000000"]
+    node += ["--node-ip-address=127.0.0.1", f"--temp-dir={os.environ['RAY_TMPDIR']}", "--block"]
+    with subprocess.Popen(node, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as started:
+        try:
+            wait_for(lambda: listens(address), "cluster", lambda: started.poll() is None)
+            yield
+        finally:
+            left = [started, *psutil.Process(started.pid).children(recursive=True)] if started.poll() is None else []
+            for process in left:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+
+
+def listens(address: str) -> bool:
+    host, port = address.split(":")
+    with socket.socket() as to:
+        return to.connect_ex((host, int(port))) == 0
 
 
 def named_memory(processes: Sequence[psutil.Process]) -> list[str]:

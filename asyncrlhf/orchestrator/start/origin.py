@@ -4,7 +4,7 @@ may hold records of attempts that ended before their first checkpoint."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +22,28 @@ from asyncrlhf.validation import check
 class Origin:
     """``marker``: how much of the folder's records the run keeps; None: the folder must hold none. ``changes``: the
     settings that differ from the checkpoint's. ``inputs``: digests of the files that settings name. ``said``: a
-    sentence for the user, or empty."""
+    sentence for the user, or empty. ``after``: how the attempt before ended."""
 
     step: int = 0
     marker: RecordMarker | None = None
     changes: Sequence[Change] = ()
     inputs: Mapping[str, str] = field(default_factory=dict)
     said: str = ""
+    after: str = "killed, without a summary"
 
     def note(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
         """Add this attempt to the folder's list of attempts."""
-        add_attempt(run_dir, self.step, settings, self.inputs, [str(change) for change in self.changes])
+        changes = [str(change) for change in self.changes]
+        add_attempt(run_dir, self.step, settings, self.inputs, changes, self.after)
 
 
 def find_origin(config: RunConfig, run_dir: Path, saved: Saved | None) -> Origin:
     """Raises ConfigError, with all differences in one message, if the run cannot continue from ``saved``."""
+    found = _found(config, run_dir, saved)
+    return replace(found, after=(read_summary(run_dir) or {}).get("exit_reason", found.after))
+
+
+def _found(config: RunConfig, run_dir: Path, saved: Saved | None) -> Origin:
     inputs = digests(config)
     if saved is None:
         return _begin(config, run_dir, inputs)

@@ -1,4 +1,4 @@
-"""``attempts.json``: every start of a run in its directory, with the step that it began at and its changed settings.
+"""``attempts.json``: each start of a run: the step that it began at, how the one before ended, what changed.
 
 The first entry holds the settings that the run began with; config.yaml holds those of the newest attempt.
 """
@@ -34,13 +34,20 @@ def read_attempts(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def add_attempt(
-    run_dir: Path, from_step: int, config: Mapping[str, Any], inputs: Mapping[str, str], changes: Sequence[str]
+    run_dir: Path,
+    from_step: int,
+    config: Mapping[str, Any],
+    inputs: Mapping[str, str],
+    changes: Sequence[str],
+    after: str,
 ) -> None:
-    """Append this attempt. ``inputs``: digests of files that settings name; ``changes``: a sentence per setting."""
+    """Append this attempt. ``inputs``: digests of files that settings name; ``changes``: a sentence per setting;
+    ``after``: how the attempt before ended."""
     rows = read_attempts(run_dir)
     row: dict[str, Any] = {
         "started": datetime.now().isoformat(sep=" ", timespec="seconds"),
         "from_step": from_step,
+        "after": after if rows else None,
         "changes": list(changes),
         "inputs": dict(inputs),
     }
@@ -56,5 +63,5 @@ def attempts(run_dir: Path) -> dict[str, Any]:
     first = json.dumps(rows[0].get("config"), sort_keys=True) if rows else ""
     return {
         "first_config": hashlib.sha256(first.encode()).hexdigest()[:16],
-        "attempts": [{key: row.get(key) for key in ("started", "from_step", "changes")} for row in rows],
+        "attempts": [{key: row.get(key) for key in ("started", "from_step", "after", "changes")} for row in rows],
     }
