@@ -2,6 +2,7 @@
 
     python experiments/41_strikes/strikes.py --seeds 0-99        # restarts=3: each has to end "done" by itself
     python experiments/41_strikes/strikes.py --seeds 100-139     # restarts=0: one sentence; the same command goes on
+    python experiments/41_strikes/strikes.py --seeds 140-159     # notices: a checkpoint; the same command goes on
 
 About half a minute a seed, one after the other, each with a Ray of its own and a /dev/shm of its own (root, or a system
 whose users may have namespaces). One row a seed goes to ``rows.jsonl`` beside this file; a second call does only what
@@ -44,7 +45,7 @@ OWN = "ASYNCRLHF_STRIKES_SHM"  # in the environment of this program once /dev/sh
 MARK = "ASYNCRLHF_STRIKES"  # in the environment of all processes of one run
 LIMIT = 240.0  # seconds for each thing that is waited for
 ORPHAN_SECONDS = 5.0
-ALONE = 100  # seeds from here on have restarts=0
+ALONE, NOTICED = 100, 140  # seeds from here on have restarts=0; are notices
 BATCH, STALL = 16, 6
 GROUPS = Path("/sys/fs/cgroup/memory")  # version 1; version 2 has its own names
 MODES = (("async.max_staleness=3",), ("async.mode=one_step",), ("async=fixed_lag", "async.lag=2"), ("async.mode=sync",))
@@ -63,7 +64,9 @@ KINDS: dict[str, tuple[str, ...] | None] = {
     "agents": ("Ray lost its node process (raylet)", "raylet failed to startup"),
     "group": (),
     "suspended": None,
+    "notice": (),
 }
+NOTICES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, 0)  # 0: the file `stop`
 AGENTS = ("dashboard/agent.py", "runtime_env/agent/main.py", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 
@@ -91,7 +94,7 @@ def draw(seed: int) -> Case:
     """Each kind in turn. One to three strikes, each after the checkpoint that the attempt before it may have begun
     with, so that progress is possible; a tenth of the first ones come while the run starts."""
     rng = random.Random(seed)
-    kind = [*KINDS][seed % len(KINDS)]
+    kind = "notice" if seed >= NOTICED else [*KINDS][seed % (len(KINDS) - 1)]
     number = 1 if seed >= ALONE else rng.choice((1, 1, 2, 3))
     at = sorted(rng.sample(range(1, 29), number))
     if rng.random() < 0.1:
@@ -176,6 +179,12 @@ def strike(case: Case, command: Command, step: int, delay: float) -> bool:
     targets = _targets(case.kind, command)
     if case.kind == "group":
         os.killpg(command.process.pid, signal.SIGKILL)
+    elif case.kind == "notice":
+        number = NOTICES[case.seed % len(NOTICES)]
+        if number:
+            os.kill(random.Random(case.seed).choice([command.root.pid, targets[0].pid]), number)
+        else:
+            (command.run_dir / "stop").touch()
     elif case.kind == "suspended":
         frozen = command.freeze()
         time.sleep(random.Random(case.seed).uniform(0.3, 3.0) * STALL)
@@ -195,7 +204,7 @@ def strike(case: Case, command: Command, step: int, delay: float) -> bool:
 def _targets(kind: str, command: Command) -> list[psutil.Process]:
     if kind in ("group", "suspended"):
         return [command.root]
-    if kind in ("killed", "crashed", "memory"):
+    if kind in ("killed", "crashed", "memory", "notice"):
         return [own] if (own := command.own()) is not None else []
     found = []
     for process in command.below():
@@ -250,7 +259,7 @@ def examine(case: Case) -> dict[str, Any]:
     orphans: list[str] = []
     said: list[str] = []
     codes: list[int] = []
-    struck = reached = 0
+    struck = reached = lost_steps = 0
     try:
         command = Command(case, place)
         for step, delay in zip(case.at, case.delay, strict=True):
@@ -265,6 +274,7 @@ def examine(case: Case) -> dict[str, Any]:
                 codes.append(command.process.returncode)
                 orphans += titles(left(place))
                 said += command.said[before:]
+                lost_steps = max(lost_steps, command.steps() - newest(command.run_dir))
                 command = Command(case, place)
             else:
                 wait(partial(spoken, command, before), "sentence of the parent")
@@ -294,11 +304,18 @@ def examine(case: Case) -> dict[str, Any]:
     )
     row = facts(case, struck, began) | {
         "exit": codes, "reason": summary["exit_reason"], "totals": bool(totals), "verify": broken[:3], **found,
-        "orphans": orphans, "shared": shared, "said": said, "cause": true_cause(case, struck, said, everything),
+        "orphans": orphans, "shared": shared, "lost_steps": lost_steps,
+        "said": said, "cause": true_cause(case, struck, said, everything),
     }  # fmt: skip
     whole = codes[-1] == 0 and row["reason"] == "done" and totals and row["cause"]
+    whole = whole and (case.kind != "notice" or (lost_steps == 0 and struck > 0))
     row["held"] = bool(whole and not (broken or any(found.values()) or orphans or shared))
     return row
+
+
+def newest(run_dir: Path) -> int:
+    """The step of the newest checkpoint."""
+    return max((int(path.name.rpartition("-")[2]) for path in run_dir.glob("checkpoints/step-*")), default=0)
 
 
 def spoken(command: Command, before: int) -> bool:
