@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
@@ -43,12 +44,16 @@ def section(run: Run) -> str:
 
 
 def _picture(row: dict[str, Any]) -> str:
-    names, bits = zip(*row["stayed"], strict=True)
+    same: dict[tuple[bool, ...], list[str]] = {}  # under chunk_sink most layers choose alike
+    for name, stays in row["stayed"]:
+        same.setdefault(tuple(stays), []).append(name)
+    bits = list(same)
+    names = [of[0] + (f" and {len(of) - 1} like it" if len(of) > 1 else "") for of in same.values()]
     shown = np.unique(np.linspace(0, len(names) - 1, MAX_ROWS).round().astype(int))
     texts = ["".join(c if c.isprintable() else "\N{MIDDLE DOT}" for c in text) for text in row["tokens"]][:MAX_TOKENS]
     width = max(map(len, names))
     lines = [f"<i>{names[i]:{width}}</i>  {_line(texts, bits[i])}" for i in shown]
-    cut = [f"{len(shown)} of {len(names)} layers and heads"] if len(shown) < len(names) else []
+    cut = [f"{len(shown)} of {len(names)} different ones"] if len(shown) < len(names) else []
     cut += [f"the first {len(texts)} tokens"] if len(texts) < len(row["tokens"]) else []
     stay = f"{sum(bits[0])} of {len(bits[0])} tokens stay in each layer and head"
     head = f"step {row['step']}, rollout {row['rollout_id']}, reward {row['reward']:.3f}: {stay}"
@@ -56,6 +61,6 @@ def _picture(row: dict[str, Any]) -> str:
     return f'<p class="note">{said}</p><div class="stayed">{picture}</div>'
 
 
-def _line(texts: list[str], stays: list[bool]) -> str:
+def _line(texts: list[str], stays: Sequence[bool]) -> str:
     """The response's tokens, those that stay in ``<b>``."""
     return "".join(f"<b>{escape(text)}</b>" if kept else escape(text) for text, kept in zip(texts, stays, strict=False))

@@ -52,13 +52,18 @@ def test_the_report_shows_what_stayed(tmp_path: Path) -> None:
     assert len(heads) == len(pictures) == kept_tokens.PICTURES <= len(rows)
     for number, picture in zip(heads, pictures, strict=True):
         lines, row = picture.split("\n"), rows[number]
-        assert len(lines) == len(row["stayed"]) == 4 * 4
-        for line, (place, bits) in zip(lines, row["stayed"], strict=True):
-            named, _, text = line.partition("</i>  ")
-            assert named == f"<i>{place}"
+        drawn, places = {}, dict(row["stayed"])
+        for line in lines:
+            named, _, text = line.removeprefix("<i>").partition("</i>  ")
+            place, _, alike = named.partition(" and ")
+            drawn[place := place.strip()] = text
+            bits = places[place]
+            assert list(places.values()).count(bits) == 1 + int(alike.removesuffix(" like it").strip() or 0)
             texts = zip(row["tokens"], bits, strict=True)
             assert text == "".join(f"<b>{escape(token)}</b>" if kept else escape(token) for token, kept in texts)
             assert sum(bits) == 24 and all(bits[-6:])
+        assert len(drawn) == len(lines) == len({tuple(bits) for bits in places.values()})
+        assert 1 < len(lines) <= 4 + 1, "one layer is early"
     whole = tmp_path / "whole"
     run(whole, *LONG, "async.max_staleness=1", "logging.rollout_tokens=4")
     assert "stayed" not in build_report([whole]).read_text()
@@ -68,15 +73,15 @@ def test_no_token_leaves_its_place_in_the_picture(tmp_path: Path) -> None:
     """Whatever it says; long responses and many heads are cut, and the page says so."""
     record = TokenRecord(tmp_path / "rollout_tokens", 0, lambda: None)
     record._pieces = lambda ids: ["<b>\n" if i % 2 else "</div>" for i in ids]  # type: ignore[assignment]
-    bits = np.arange(500) % 4 == 0
     row = {name: None for name in TOKENS_SCHEMA.names if name not in ("step", "rank")}
     row |= {"response_ids": range(500), "prompt": "", "reward": 0.5}
-    stayed = {f"layer {layer}, head 0": bits for layer in range(40)}
+    place = np.arange(500)
+    stayed = {f"layer {layer}, head 0": (place % 4 == 0) | (place == 401 + 2 * layer) for layer in range(40)}
     record.add(3, [row | {"rollout_id": i, "stayed": stayed if i else None} for i in range(2)])
     record.close()
     found = kept_tokens.section(Run(tmp_path, "made", [], {}, {}, None))
-    assert "1 of 1 recorded rollouts" in found and "shown: 16 of 40 layers and heads, the first 400 tokens" in found
-    assert "step 3, rollout 1, reward 0.500: 125 of 500 tokens stay" in found
+    assert "1 of 1 recorded rollouts" in found and "shown: 16 of 40 different ones, the first 400 tokens" in found
+    assert "step 3, rollout 1, reward 0.500: 126 of 500 tokens stay" in found
     assert found.count("<div") == found.count("</div>") == 1 and found.count("<b>&lt;/div&gt;</b>") == 16 * 100
     assert "&lt;b&gt;\N{MIDDLE DOT}" in found
     (old,) = (tmp_path / "rollout_tokens").glob("*.parquet")
