@@ -20,7 +20,7 @@ from tests.ray_run import watch
 SCORED = "reward.kind=environment"
 THREE = ("episode.environment=tests.worlds:Sums", SCORED, "generator.max_completion_length=40")
 SLOW = ("episode.environment=tests.worlds:SlowSums", SCORED, "generator.max_completion_length=40")
-SMALL = ("batch_size=32", "num_generations=4", "learner.learning_rate=1e-4")
+SMALL = ("batch_size=16", "num_generations=4", "learner.learning_rate=1e-4")
 
 
 def assert_whole(done: Finished, turns: int = 3) -> None:
@@ -46,7 +46,7 @@ def assert_whole(done: Finished, turns: int = 3) -> None:
 )
 @pytest.mark.more_but("free")
 def test_one_turn_is_an_answer_bit_for_bit(tmp_path: Path, mode: tuple[str, ...]) -> None:
-    options = (*SMALL, "steps=20", "checkpoint.every=20", *mode)
+    options = (*SMALL, "steps=8", "checkpoint.every=8", *mode)
     plain = run(tmp_path / "plain", *options)
     one = run(tmp_path / "one", *options, "episode.environment=tests.worlds:OneSum", SCORED)
     assert plain.summary["ledger"] == one.summary["ledger"]
@@ -251,11 +251,11 @@ def test_slots_are_not_idle_while_environments_begin(tmp_path: Path, monkeypatch
 
     def rate(world: str) -> float:
         rows = run(
-            tmp_path / world, *FAKE, f"episode.environment=tests.worlds:{world}", SCORED, "batch_size=32", "steps=60",
+            tmp_path / world, *FAKE, f"episode.environment=tests.worlds:{world}", SCORED, "batch_size=32", "steps=40",
             "generator.slots=32", "generator.fake.latency_median=0.1", "async.max_staleness=8", "buffer.capacity=512",
             "learner.virtual_step_seconds=0.001", "fusion.max_wait_ms=0",
         ).metrics  # fmt: skip
-        return 40 / (rows[-1]["wall_time"] - rows[19]["wall_time"])
+        return 20 / (rows[-1]["wall_time"] - rows[19]["wall_time"])
 
     assert rate("SlowStart") >= 0.9 * rate("OneSum")
 

@@ -30,7 +30,7 @@ MODES = {
     ),
 }
 FAKED = (*FAKE, *TAIL, "generator.replicas=3", "learner.virtual_step_seconds=0.1", "steps=14", "checkpoint.every=4")
-SAMPLED = ("batch_size=32", "learner.learning_rate=1e-4", "steps=5", "checkpoint.every=2", "generator.slots=24")
+SAMPLED = ("batch_size=16", "learner.learning_rate=1e-4", "steps=5", "checkpoint.every=2", "generator.slots=12")
 
 
 class Killed(SystemExit):
@@ -89,8 +89,11 @@ PART = "generator.cache={policy:heavy_hitters,share:0.5,window:4,every:2,compare
 
 @pytest.mark.parametrize(
     ("mode", "cache"),
-    [("async", "generator.cache=full"), ("async", PART), pytest.param("drain", PART, marks=pytest.mark.thorough)],
-)
+    [
+        pytest.param("async", "generator.cache=full", marks=pytest.mark.more), ("async", PART),
+        pytest.param("drain", PART, marks=pytest.mark.thorough),
+    ],
+)  # fmt: skip
 def test_with_a_model_that_samples(tmp_path: Path, mode: str, cache: str) -> None:
     options = (*SAMPLED, *MODES[mode], cache, "checkpoint.resume=auto")
     whole = run(tmp_path / "whole", *options)

@@ -14,7 +14,7 @@ from asyncrlhf.errors import AsyncRLHFError, ReplicaError
 from asyncrlhf.orchestrator.learning.learn import LearnLoop
 from tests.loop import FAKE, Finished, meddle, run, train_nothing
 
-SMALL = ("steps=5", "batch_size=32", "learner.learning_rate=1e-4")
+SMALL = ("steps=5", "batch_size=16", "learner.learning_rate=1e-4")
 TAIL = (
     "generator.fake.tail_probability=0.02",
     "generator.fake.latency_max_ratio=50",
@@ -36,7 +36,7 @@ def test_lag_zero_is_synchronous_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_fixed_lag_is_exact_and_repeatable(tmp_path: Path) -> None:
-    options = ("steps=10", "batch_size=32", "learner.learning_rate=1e-4", "async.mode=fixed_lag", "async.lag=4")
+    options = ("steps=8", "batch_size=16", "learner.learning_rate=1e-4", "async.mode=fixed_lag", "async.lag=4")
     first = run(tmp_path / "a", *options, "generator.replicas=2")
     second = run(tmp_path / "b", *options, "generator.replicas=2", "learner.virtual_step_seconds=0.7")
     assert first.untimed_metrics == second.untimed_metrics
@@ -95,7 +95,7 @@ def test_stragglers_are_met_as_configured(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("update", ["drain", "interrupt", "in_flight"])
 def test_weight_updates_in_mid_sequence(tmp_path: Path, update: str) -> None:
     done = run(
-        tmp_path, "steps=8", "batch_size=32", "generator.slots=16", "learner.learning_rate=1e-4",
+        tmp_path, "steps=8", "batch_size=16", "generator.slots=16", "learner.learning_rate=1e-4",
         f"async.on_weight_update={update}", "weights.audit_every=1", "learner.virtual_step_seconds=0.03",
     )  # fmt: skip
     done.assert_ledger_whole()
@@ -138,7 +138,7 @@ def test_the_run_ends_when_every_restart_is_used_up(tmp_path: Path, monkeypatch:
 
 def test_resume_goes_on_bit_for_bit(tmp_path: Path) -> None:
     common = (
-        "batch_size=32",
+        "batch_size=16",
         "learner.learning_rate=1e-4",
         "async.mode=fixed_lag",
         "async.lag=1",

@@ -17,7 +17,7 @@ from asyncrlhf.orchestrator.learning.learn import LearnLoop
 from asyncrlhf.orchestrator.rollouts.assembly import Assembly
 from asyncrlhf.types import RolloutGroup, RolloutInfo
 from tests.integration.test_local_loop import interrupt_after
-from tests.loop import FAKE, Finished, run
+from tests.loop import FAKE, Finished, run, train_nothing
 
 EIGHT = (
     *FAKE,
@@ -63,7 +63,8 @@ def check_uses(done: Finished, steps: int, bound: int, most: int) -> pd.DataFram
 
 @pytest.mark.parametrize("reuse", [2, 3])
 @pytest.mark.more_but(every=2)
-def test_reuse_trains_each_rollout_as_often_as_set(tmp_path: Path, reuse: int) -> None:
+def test_reuse_trains_each_rollout_as_often_as_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reuse: int) -> None:
+    train_nothing(monkeypatch)
     done = run(tmp_path, *EIGHT, "steps=40", "async.max_staleness=4", f"buffer.max_reuse={reuse}")
     check_uses(done, 40, bound=4, most=reuse)
     early = done.trained[done.trained.rollout_id < 160]
@@ -76,7 +77,10 @@ def test_reuse_trains_each_rollout_as_often_as_set(tmp_path: Path, reuse: int) -
     ("policy", "sampling"), [("drop", "uniform"), ("mask", "reward_spread"), ("wait", "age"), ("downweight", "lifo")]
 )
 @pytest.mark.more_but(every=4)
-def test_replay_beside_fresh_rollouts(tmp_path: Path, policy: str, sampling: str) -> None:
+def test_replay_beside_fresh_rollouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, sampling: str
+) -> None:
+    train_nothing(monkeypatch)
     options = (*EIGHT, "steps=40", "async.max_staleness=6", "buffer=fresh_replay", f"buffer.sampling={sampling}")
     done = run(tmp_path, *options, "buffer.warmup_steps=10", "buffer.max_age=5", f"async.over_stale={policy}")
     if policy in ("drop", "wait"):
@@ -92,7 +96,8 @@ def test_replay_beside_fresh_rollouts(tmp_path: Path, policy: str, sampling: str
         assert done.summary["ledger"]["dropped"].get("stale", 0) == 0
 
 
-def test_replay_spends_fewer_rollouts(tmp_path: Path) -> None:
+def test_replay_spends_fewer_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_nothing(monkeypatch)
     options = (*FAKE, "steps=40", "async.max_staleness=8", "generator.replicas=2")
     plain = run(tmp_path / "plain", *options)
     again = run(tmp_path / "again", *options, "buffer.replay_fraction=1", "buffer.max_reuse=4")
@@ -101,7 +106,8 @@ def test_replay_spends_fewer_rollouts(tmp_path: Path) -> None:
     assert 0.45 < share < 0.6
 
 
-def test_an_interrupted_replay_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_replay_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_nothing(monkeypatch)
     options = (*EIGHT, "steps=40", "async.max_staleness=6", "buffer=fresh_replay", "buffer.warmup_steps=3")
     options = (*options, "checkpoint.resume=auto")
     interrupt_after(tmp_path, 13, *options)
@@ -186,7 +192,10 @@ def test_the_correction_reaches_the_learner(
 
 @pytest.mark.parametrize("preset", ["fifo", "freshest", "replay", "priority", "fresh_replay"])
 @pytest.mark.more_but("replay", "priority")
-def test_buffer_presets_run_under_the_default_bound(tmp_path: Path, preset: str) -> None:
+def test_buffer_presets_run_under_the_default_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str
+) -> None:
+    train_nothing(monkeypatch)
     done = run(tmp_path, *FAKE, "steps=30", f"buffer={preset}", "generator.replicas=2")
     done.assert_ledger_whole()
     assert (done.trained.staleness <= 2).all()

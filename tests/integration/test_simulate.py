@@ -59,10 +59,9 @@ def costs_of(generation: float, training: float) -> Fitted:
         pytest.param(0.3, 16, 1, marks=pytest.mark.thorough),
         (0.6, 16, 8),
         pytest.param(1.6, 8, 1, marks=pytest.mark.thorough),
-        (1.6, 3, 1),
+        pytest.param(1.6, 3, 1, marks=pytest.mark.more),
     ],
 )
-@pytest.mark.more_but(every=2)
 def test_closed_forms_hold_on_the_real_controller(tmp_path: Path, ratio: float, bound: int, siblings: int) -> None:
     generation, training = (1.227, 1.227 * ratio) if ratio < 1 else (1.964 / ratio, 1.964)
     algorithm = "reinforce_pp" if siblings == 1 else "grpo"
@@ -161,7 +160,7 @@ def test_messages_and_publishes_delay_rollouts_and_are_no_work(tmp_path: Path) -
         run(
             tmp_path / name,
             Fitted((0.01, 0.0, 0.0), (0.36, 0.0), **costs),
-            *("async=sync", "num_generations=4", "steps=30"),
+            *("async=sync", "num_generations=4", "steps=16"),
             lengths=Workload(8, 64, 0.0, 64),
         )[0]
         for name, costs in (
