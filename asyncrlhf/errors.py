@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-import re
+
+from asyncrlhf.shortages import OF_DISKS, SHORTAGES, found_in, smaller
 
 
 class AsyncRLHFError(Exception):
@@ -60,38 +61,45 @@ class StallError(AsyncRLHFError):
     """No progress for too long; names the waiting part and the rollout ids that it waits for."""
 
 
-# The messages of Python, Arrow, and Rust (safetensors); torch has none.
-_FULL = re.compile(r"No space left on device|Disk quota exceeded|StorageFull")
+class ShortageError(AsyncRLHFError):
+    """The machine lacks what the run needs, such as room on its disk; says what, where, and what to do."""
 
 
-class DiskFullError(AsyncRLHFError):
-    """Nothing more can be written; names the file or the folder."""
-
-
-def full_disk(error: BaseException | None, folder: object = None) -> str:
-    """The sentence for an error caused by a full disk, also if other errors wrap it; else empty. It
-    names ``folder`` if the error does not name its file."""
+def shortage(error: BaseException | None, folder: object = None) -> str:
+    """The sentence for an error caused by what the machine lacks, also if other errors wrap it; else empty. ``folder``:
+    of the run, if it is a run's error: then memory, threads and open files count too, not only its disk."""
     seen: set[int] = set()
+    part = ""
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, DiskFullError):
+        if isinstance(error, ShortageError):
             return str(error)
-        code = error.errno if isinstance(error, OSError) else None
-        # Our other errors may quote a reward function, whose disk is not the run's.
+        part = next((note[3:] for note in getattr(error, "__notes__", ()) if note.startswith("in ")), part)
+        # Our other errors may quote a reward function, whose disk and memory are not the run's.
         quotes = isinstance(error, AsyncRLHFError) and not isinstance(error, CheckpointError)
-        if code in (errno.ENOSPC, errno.EDQUOT) or (not quotes and _FULL.search(str(error))):
-            file = error.filename if isinstance(error, OSError) else None
-            named = file or folder
-            where = f": {named} could not be written" if named else f" ({' '.join(str(error).split())})"
-            return f"The disk is full{where}. What was written is kept; with room, checkpoint.resume=auto goes on."
+        code = error.errno if isinstance(error, OSError) else None
+        if code not in SHORTAGES and not quotes:
+            code = errno.ENOMEM if isinstance(error, MemoryError) else found_in(str(error))
+        file = error.filename if isinstance(error, OSError) else None
+        counts = code in OF_DISKS or (code in SHORTAGES and folder is not None)
+        if code is not None and counts and (file or code != errno.EIO):  # a terminal that is gone has EIO, too
+            return _lacking(code, file or (folder if code in OF_DISKS else None), part, str(error) or "MemoryError")
         error = error.__cause__ or error.__context__
     return ""
 
 
+def _lacking(code: int, file: object, part: str, said: str) -> str:
+    what, _, helps = SHORTAGES[code]
+    verb = "written" if code in OF_DISKS else "opened"
+    where = f": {file} could not be {verb}" if file else f"{f' in {part}' if part else ''} ({' '.join(said.split())})"
+    helps = helps.format(part=smaller(part))
+    return f"{what}{where}. What was written is kept; {helps}, checkpoint.resume=auto goes on."
+
+
 def failure_sentence(error: BaseException) -> str:
     """One line for the summary and the terminal: the cause first."""
-    if full := full_disk(error):
-        return full
+    if lacks := shortage(error):
+        return lacks
     text, kind = str(error).strip().splitlines()[:1], type(error).__name__
     if isinstance(error, AsyncRLHFError):
         return text[0] if text else kind

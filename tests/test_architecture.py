@@ -23,7 +23,7 @@ CONF = ROOT / "conf"
 # A module or folder of the package, and the layer it stands on; imports point to the same layer or a lower one.
 LAYERS = {
     "types": 0, "errors": 0, "validation": 0, "plugins": 0, "redaction": 0, "turns": 0, "garbage": 0, "scratch": 0,
-    "last_words": 0,
+    "last_words": 0, "shortages": 0,
     "algorithms": 1,
     "data": 2, "models": 2, "rewards": 2, "tasks": 2,
     "engines": 3, "episodes": 3, "learner": 3,

@@ -16,7 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from asyncrlhf import last_words
-from asyncrlhf.cli.parent import LOOK_SECONDS, Told, memory_kills, speak_for
+from asyncrlhf.cli.parent import LOOK_SECONDS, Told, speak_for
+from asyncrlhf.shortages import memory_kills
 
 
 @contextmanager

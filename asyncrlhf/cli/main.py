@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from asyncrlhf import __version__
 from asyncrlhf.cli.parser import Parser
-from asyncrlhf.errors import AsyncRLHFError, full_disk
+from asyncrlhf.errors import AsyncRLHFError, shortage
 from asyncrlhf.garbage import rare_collections
 from asyncrlhf.last_words import by_signal, none_seen
 from asyncrlhf.redaction import redact
@@ -146,7 +146,7 @@ def ended_by(error: Exception, where: str = "", folder: Path | None = None) -> i
     if not isinstance(error, AsyncRLHFError):
         return _unforeseen(error, where, folder)
     # Messages of other libraries, quoted in ours, may have several lines.
-    said = full_disk(error) or " ".join(str(error).split())
+    said = shortage(error) or " ".join(str(error).split())
     print(f"asyncrlhf: {printable(redact(where + said))}", file=sys.stderr)
     return error.exit_code
 
@@ -158,8 +158,8 @@ def printable(text: str) -> str:
 
 def _unforeseen(error: Exception, where: str, folder: Path | None) -> int:
     """One sentence for an unforeseen error, of this package or of a user's code; the traceback goes to a file."""
-    if full := full_disk(error):
-        print(f"asyncrlhf: {redact(where + full)}", file=sys.stderr)
+    if lacks := shortage(error):
+        print(f"asyncrlhf: {redact(where + lacks)}", file=sys.stderr)
         return 1
     trace = getattr(error, "trace_file", None)  # of a run, which has written it to its own folder
     if trace is None:

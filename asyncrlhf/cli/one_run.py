@@ -8,7 +8,7 @@ from pathlib import Path
 from asyncrlhf.cli.first_look import first_look
 from asyncrlhf.cluster import forked_workers
 from asyncrlhf.config.run_config import RunConfig
-from asyncrlhf.errors import AsyncRLHFError, full_disk
+from asyncrlhf.errors import AsyncRLHFError, shortage
 from asyncrlhf.last_words import by_signal
 from asyncrlhf.redaction import redact
 
@@ -47,5 +47,5 @@ def draw(folders: Sequence[Path], out: Path | None = None) -> str:
         return f"Report: {build_report(folders, out)}"
     except REPORT_TROUBLE as error:
         shown = " ".join(map(str, folders))
-        cause = full_disk(error) or f"{type(error).__name__}: {error}"
+        cause = shortage(error) or f"{type(error).__name__}: {error}"
         return f"The report could not be drawn ({redact(cause)}); try: asyncrlhf report {shown}"

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncrlhf import last_words
+from asyncrlhf.shortages import memory_kills
 
 PARENT_DEATH, SUBREAPER = 1, 36  # of prctl(2)
-MEMORY_EVENTS = ("/sys/fs/cgroup/memory.events", "/proc/vmstat")
 LEFT_SECONDS = 10.0  # for the child's processes to end after SIGKILL
 MOST_IDLE = 2  # attempts in a row without a step, after which none follows
 LONGEST_BACKOFF = 60.0  # seconds before an attempt; the first follows after one
@@ -270,16 +270,6 @@ def _steps(folder: Path) -> int:
         for line in (folder / "metrics.jsonl").read_text(errors="replace").splitlines()[::-1]:
             with suppress(ValueError, KeyError):
                 return int(json.loads(line)["step"])
-    return 0
-
-
-def memory_kills() -> int:
-    """How often the kernel has killed for memory in this process's group, or on this machine."""
-    for name in MEMORY_EVENTS:
-        with suppress(OSError, ValueError):
-            for line in Path(name).read_text().splitlines():
-                if line.startswith("oom_kill "):
-                    return int(line.split()[1])
     return 0
 
 

@@ -88,7 +88,8 @@ def _unfinished(run_dir: Path, status: Mapping[str, Any] | None, now: float) -> 
         yield f"{run_dir}: {'is beginning or ending' if owned else 'its process ended without a summary'}."
         return
     who = f"process {status['pid']} on {status['host']}"
-    written, answered = now - status["written"], now - status.get("answered", status["written"])
+    # Not negative where the clock was set back meanwhile.
+    written, answered = (max(0.0, now - at) for at in (status["written"], status.get("answered", status["written"])))
     # A file system between machines may not share locks, but it shares what a live process writes each second.
     owned = owned or (status["host"] != socket.gethostname() and written <= SILENT_SECONDS)
     if not owned:

@@ -16,6 +16,7 @@ from asyncrlhf.cluster.calls import START, under_way
 from asyncrlhf.cluster.handles import R, within
 from asyncrlhf.cluster.ray_placement import free_in_ray
 from asyncrlhf.errors import AsyncRLHFError, ConfigError, LearnerLostError, RefusedStartError, ReplicaError
+from asyncrlhf.shortages import memory_kills, smaller
 
 START_SECONDS = 600.0
 DEATH_SECONDS = 10.0  # until Ray says of a dead process that it is dead
@@ -49,8 +50,21 @@ def translated(name: str, error: RayError) -> Exception:
             if last.startswith(REFUSED):
                 return RefusedStartError(last.removeprefix(REFUSED))
             return ReplicaError(f"{name} could not start: {last}")
-        return ReplicaError(f"{name} died: {lines[0]}")
+        return ReplicaError(f"{name} died: {lines[0]}{_of_memory(name, str(error))}")
     return ReplicaError(f"{name} did not answer: {type(error).__name__}: {lines[0]}")
+
+
+class _Kills:
+    """How often the kernel had killed for memory when it was last looked at."""
+
+    known = memory_kills()
+
+
+def _of_memory(name: str, said: str) -> str:
+    """A further sentence where the kernel, or Ray before it, ended a process for memory since the death before."""
+    before, _Kills.known = _Kills.known, memory_kills()
+    short = _Kills.known > before or "low on memory" in said
+    return f" Memory was short; it needs less {smaller(name)}." if short else ""
 
 
 async def ask_to_start(name: str, reference: Any, seconds: float = START_SECONDS) -> Any:

@@ -23,7 +23,7 @@ from asyncrlhf.cluster.parts import build_runtime, check_episodes, service_notes
 from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.unused import unused_settings
-from asyncrlhf.errors import AsyncRLHFError, ConfigError, DiskFullError, failure_sentence, full_disk
+from asyncrlhf.errors import AsyncRLHFError, ConfigError, ShortageError, failure_sentence, shortage
 from asyncrlhf.last_words import tell
 from asyncrlhf.learner.settings.model_fits import check_dealt_out
 from asyncrlhf.learner.step.user_loss import check_loss
@@ -58,6 +58,7 @@ from asyncrlhf.records.write.checkpoint import Saved, find_checkpoints, newest_w
 from asyncrlhf.records.write.record_marker import check_records
 from asyncrlhf.records.write.recorder import RunRecorder
 from asyncrlhf.records.write.status import STATUS_FILE, StatusFile
+from asyncrlhf.records.write.whole_files import write_atomically
 from asyncrlhf.redaction import redact, redacted
 from asyncrlhf.rewards.build_scorer import check_rewards
 from asyncrlhf.tasks.build_task import build_task
@@ -205,9 +206,9 @@ def _train(config: RunConfig, callbacks: Callbacks) -> dict[str, Any]:
         raise KeyboardInterrupt from error
     except BaseException as error:
         cause = error
-        if full := full_disk(error, prepared.run_dir):
-            summary = job.summary(f"failed: {full}", None)
-            raise DiskFullError(full) from error
+        if lacks := shortage(error, prepared.run_dir):
+            summary = job.summary(f"failed: {lacks}", None)
+            raise ShortageError(lacks) from error
         summary = job.summary(f"failed: {failure_sentence(error)}", None)
         raise
     finally:
@@ -260,8 +261,8 @@ def _end_all(
     traces = [error for error in (cause, *failures) if error is not None and not _only_interrupted(error)]
     if traces:
         with suppress(OSError):
-            text = "\n".join("".join(traceback.format_exception(error)) for error in traces)
-            (run_dir / ERROR_FILE).write_text(redact(text), encoding="utf-8", errors="backslashreplace")
+            text = redact("\n".join("".join(traceback.format_exception(error)) for error in traces))
+            write_atomically(run_dir / ERROR_FILE, text.encode(errors="backslashreplace").decode())
             traces[0].trace_file = run_dir / ERROR_FILE  # type: ignore[attr-defined]
     if failures and cause is None:
         raise failures[0]

@@ -186,7 +186,8 @@ class Supervisor:
         now = self.state.now()
         asked = [call for call in self.calls if call.verb != "ping" and now - call.since > self.patience]
         if not asked:
-            return "every part answers, and none has work."
+            held = self.learn.bookkeeping.holds_up() if self.learn is not None else ""
+            return f"{held}, is under way; its disk may hang." if held else "every part answers, and none has work."
         name = min(asked, key=lambda call: call.since).name
         return f"{name} has not answered{self._of(name)}."
 
@@ -212,7 +213,9 @@ class Supervisor:
         if state.version >= state.config.steps or state.stopping:
             yield f"The run {self.doing}; the learner ended step {state.version} {since}."
         elif learn.training:
-            yield f"The learner is in its step {state.version}, begun {since}."
+            held = learn.bookkeeping.holds_up()
+            beside = f", beside {held}" if held else ""
+            yield f"The learner is in its step {state.version}, begun {since}{beside}."
         else:
             batch = f"the batch of step {state.version}, requested {since}"
             yield f"The learner waits for {learn.bookkeeping.holds_up() or batch}."

@@ -15,7 +15,7 @@ import pytest
 
 from asyncrlhf.cluster.local_runtime import LocalLearner
 from asyncrlhf.data.checkpoint_manifest import MANIFEST, check_manifest
-from asyncrlhf.errors import AsyncRLHFError, CheckpointError, DiskFullError
+from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ShortageError
 from asyncrlhf.learner.state import state_writer
 from asyncrlhf.orchestrator.learning.bookkeeping import WRITE_OUT_SECONDS, Bookkeeping
 from asyncrlhf.orchestrator.learning.learn import LearnLoop
@@ -132,7 +132,7 @@ def test_a_full_disk_ends_the_run_in_one_sentence_and_the_checkpoint_before_goes
         return write_file(path, *rest)
 
     monkeypatch.setattr(state_writer, "write_file", full)
-    with pytest.raises(DiskFullError, match=r"^The disk is full: ") as failed:
+    with pytest.raises(ShortageError, match=r"^The disk is full: ") as failed:
         run(tmp_path, *SETTINGS, "steps=8")
     cause = failed.value.__cause__
     assert isinstance(cause, CheckpointError)

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrlhf.cli.main import main
-from asyncrlhf.errors import AsyncRLHFError, full_disk
+from asyncrlhf.errors import AsyncRLHFError, shortage
 from asyncrlhf.records.write import recorder, rollout_rows
 from asyncrlhf.records.write.checkpoint import CheckpointWriter
 from asyncrlhf.records.write.recorder import RunRecorder, read_metrics
@@ -135,4 +135,4 @@ def test_it_is_found_behind_other_errors(error: BaseException, known: bool) -> N
         except BaseException as cause:
             raise AsyncRLHFError("records could not be written") from cause
     except AsyncRLHFError as wrapped:
-        assert full_disk(wrapped).startswith("The disk is full") is known
+        assert shortage(wrapped).startswith("The disk ") is known

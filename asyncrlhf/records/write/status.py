@@ -42,7 +42,8 @@ class StatusFile:
     def __exit__(self, *_: object) -> None:
         self._closed.set()
         self._thread.join(SECONDS)  # a hanging disk must not delay the run's end
-        self._path.unlink(missing_ok=True)
+        with suppress(OSError):  # the run's own error says more of a disk that can only be read
+            self._path.unlink()
 
     def _answer(self) -> None:
         """Runs in the event loop."""
@@ -51,8 +52,9 @@ class StatusFile:
     def _run(self) -> None:
         owner = {"host": socket.gethostname(), "pid": os.getpid()}
         while not self._closed.is_set():
+            text = json.dumps({**owner, "written": time.time(), **self._seen}) + "\n"
             with suppress(OSError):  # the recorder reports a full disk
-                write_atomically(self._path, json.dumps({**owner, "written": time.time(), **self._seen}) + "\n")
+                write_atomically(self._path, text, lasting=False)
             self._closed.wait(SECONDS)
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._answer)

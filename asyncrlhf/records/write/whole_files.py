@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,19 @@ import pyarrow.parquet as pq
 from asyncrlhf.errors import ConfigError
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file that appears complete or not at all."""
+def write_atomically(path: Path, text: str, lasting: bool = True) -> None:
+    """Write a file that appears complete or not at all; if ``lasting``, also where the machine stops right after it."""
     temporary = path.with_name(path.name + ".tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            if lasting:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)  # on a full disk others may need its room
+        with suppress(OSError):  # not on a disk that can only be read
+            temporary.unlink()  # on a full disk others may need its room
         raise naming(error, path) from None
 
 
@@ -37,7 +42,8 @@ def write_table(path: Path, columns: Mapping[str, Any], schema: pa.Schema) -> No
         pq.write_table(pa.table(columns, schema=schema), temporary, compression="zstd")
         os.replace(temporary, path)
     except OSError:
-        temporary.unlink(missing_ok=True)  # on a full disk others may need its room
+        with suppress(OSError):
+            temporary.unlink()  # on a full disk others may need its room
         raise
 
 
