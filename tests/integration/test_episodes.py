@@ -46,7 +46,7 @@ def assert_whole(done: Finished, turns: int = 3) -> None:
 )
 @pytest.mark.more_but("free")
 def test_one_turn_is_an_answer_bit_for_bit(tmp_path: Path, mode: tuple[str, ...]) -> None:
-    options = (*SMALL, "steps=8", "checkpoint.every=8", *mode)
+    options = (*SMALL, "steps=20", "checkpoint.every=20", *mode)
     plain = run(tmp_path / "plain", *options)
     one = run(tmp_path / "one", *options, "episode.environment=tests.worlds:OneSum", SCORED)
     assert plain.summary["ledger"] == one.summary["ledger"]
