@@ -14,7 +14,13 @@ from asyncrlhf.tasks.build_task import build_task
 from experiments.distance import measure
 from tests.loop import run
 
-SETTINGS = ("experiment=distill_tiny", "steps=40", "learner.learning_rate=1e-3", "task.heldout_size=64")
+SETTINGS = (
+    "experiment=distill_tiny",
+    "steps=40",
+    "batch_size=64",
+    "learner.learning_rate=1e-3",
+    "task.heldout_size=64",
+)
 
 
 def heldout_kl(path: str, settings: tuple[str, ...]) -> float:

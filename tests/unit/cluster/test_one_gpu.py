@@ -71,6 +71,7 @@ def test_the_learner_holds_no_more_than_it_is_said_to_need(shape: str, precision
 
 
 @pytest.mark.parametrize(("replicas", "total"), [(1, 24), (1, 80), (2, 80), (3, 141)])
+@pytest.mark.more_but(every=3)
 def test_all_parts_fit_on_the_card_together_and_leave_little(
     replicas: int, total: int, card: dict[str, int], tmp_path: Path
 ) -> None:

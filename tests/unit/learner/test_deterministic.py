@@ -146,7 +146,7 @@ def called_on_a_gpu(algorithm: AlgorithmConfig, learner: dict[str, Any]) -> set[
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.more_but("m2po", "sat", "ppo", "vcpo", "online_dpo")
+@pytest.mark.more_but("m2po", "ppo", "vcpo")
 def test_no_preset_needs_what_torch_refuses_on_a_gpu(name: str) -> None:
     called_on_a_gpu(preset(name), {})
 

@@ -87,6 +87,7 @@ def test_the_host_waits_at_most_twice_an_update(name: str) -> None:
 
 
 @pytest.mark.parametrize(("gigabytes", "repeated"), [(9.0, 0), (4.5, 1), (3.2, 4)])
+@pytest.mark.more_but(every=2)
 def test_layers_are_repeated_as_the_free_memory_asks_for(
     gigabytes: float, repeated: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

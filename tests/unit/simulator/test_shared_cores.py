@@ -18,7 +18,7 @@ from asyncrlhf.simulator.simulate import OVERRIDES, figures, simulate
 
 RUN = (
     *OVERRIDES, "batch_size=64", "num_generations=4", "generator.slots=64", "generator.max_completion_length=64",
-    "task.max_prompt_length=32", "logging.progress=none", "logging.report=false", "steps=24", "async.max_staleness=2",
+    "task.max_prompt_length=32", "logging.progress=none", "logging.report=false", "steps=16", "async.max_staleness=2",
 )  # fmt: skip
 
 
