@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 import asyncrlhf
+from asyncrlhf.cli import parent
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.read.verify import verify
 from asyncrlhf.report.html import build_report
@@ -228,6 +229,28 @@ def test_all_ends_with_the_process_above(tmp_path: Path) -> None:
         assert sum("Agent" in title for title in titles) == 2, titles
         command.process.kill()
         wait_for(lambda: not any(lives(process.pid) for process in below), "end of Ray's processes")
+
+
+@pytest.mark.parametrize(
+    ("status", "hung", "code", "cause"),
+    [
+        (signal.SIGSEGV, False, 139, "the run's process crashed (SIGSEGV)"),  # Ray's processes end with it, maybe first
+        (signal.SIGKILL, True, 1, "Ray lost its node process (raylet)"),
+        (signal.SIGABRT, False, 1, "Ray lost its node process (raylet)"),
+        (256, False, 1, "Ray lost its node process (raylet)"),
+    ],
+)
+def test_what_died_first_is_the_cause(
+    status: int, hung: bool, code: int, cause: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(parent, "_end_descendants", lambda: 0)  # of this very process
+    read, write = os.pipe()
+    told = parent.Told(read)
+    told.told, told.lost, told.hung = {"ray": "/rays"}, "raylet", hung
+    assert parent.speak_for(int(status), told, memory=False) == code
+    assert capsys.readouterr().err.startswith(f"asyncrlhf: {cause}")
+    os.close(read)
+    os.close(write)
 
 
 SCRIPT = """
