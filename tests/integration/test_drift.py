@@ -47,7 +47,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 
 @pytest.mark.parametrize(("given", "decision"), DRIFTS)
-@pytest.mark.more_but(every=4)
+@pytest.mark.more_but(every=8)
 def test_a_drift_is_refused_or_the_run_goes_on_to_its_end(
     given: str, decision: str, begun: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

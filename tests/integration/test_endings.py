@@ -109,6 +109,7 @@ def test_a_resume_that_a_signal_ends_in_its_start_keeps_every_promise(
 
 
 @pytest.mark.parametrize(("call", "step"), [(1, 0), (2, 2), (3, 4)], ids=["the first", "one under way", "the last"])
+@pytest.mark.more_but("one under way")
 def test_a_signal_in_an_evaluation_gives_it_up_and_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int, step: int
 ) -> None:

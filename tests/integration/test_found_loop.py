@@ -22,6 +22,7 @@ HF = (
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 @pytest.mark.parametrize("reference", ["learner", "service"])
+@pytest.mark.more_but(every=3)
 def test_no_answer_goes_on_after_an_end_token_or_holds_an_id_that_no_text_has(
     tmp_path: Path, algorithm: str, reference: str
 ) -> None:

@@ -22,10 +22,11 @@ from asyncrlhf.types import Prompt, Rollout
 from tests.loop import run
 
 CACHE = "generator.cache={policy:chunk_sink,share:0.5,window:6,every:3,compare_every:2}"
-LONG = ("generator.max_completion_length=48", "generator.ignore_eos=true", "runtime=local", "steps=5")
+LONG = ("generator.max_completion_length=48", "generator.ignore_eos=true", "runtime=local", "steps=5", "batch_size=32")
 
 
 @pytest.mark.parametrize("way", ["in_flight", "interrupt"])
+@pytest.mark.more_but("in_flight")
 def test_a_run_tells_what_its_smaller_cache_changes(tmp_path: Path, way: str) -> None:
     """Under both ways to go on after a load; where nothing has gone yet, the sampler is the policy."""
     done = run(tmp_path, *LONG, CACHE, "async.max_staleness=2", f"async.on_weight_update={way}")
@@ -36,8 +37,6 @@ def test_a_run_tells_what_its_smaller_cache_changes(tmp_path: Path, way: str) ->
     assert all(row["cache_kl/1"] < 1e-9 for row in found if "cache_kl/1" in row), "12 of at most 24 tokens kept"
     assert all(row["cache_ratio_low"] <= 1.0 + 1e-6 for row in found)
     assert max(row["staleness_max"] for row in rows) > 0
-    whole = run(tmp_path / "whole", *LONG, "async.max_staleness=2")
-    assert not any(key.startswith("cache_") for row in whole.metrics for key in row)
 
 
 def test_the_report_shows_what_stayed(tmp_path: Path) -> None:
@@ -65,7 +64,8 @@ def test_the_report_shows_what_stayed(tmp_path: Path) -> None:
         assert len(drawn) == len(lines) == len({tuple(bits) for bits in places.values()})
         assert 1 < len(lines) <= 4 + 1, "one layer is early"
     whole = tmp_path / "whole"
-    run(whole, *LONG, "async.max_staleness=1", "logging.rollout_tokens=4")
+    done = run(whole, *LONG, "async.max_staleness=1", "logging.rollout_tokens=4")
+    assert not any(key.startswith("cache_") for row in done.metrics for key in row)
     assert "stayed" not in build_report([whole]).read_text()
 
 

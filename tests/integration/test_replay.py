@@ -170,6 +170,7 @@ def test_reuse_that_a_purge_forbids_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("exponent", "least"), [(1.0, 0.0), (0.5, 0.0), (0.0, 1.0)])
+@pytest.mark.more_but(every=2)
 def test_the_correction_reaches_the_learner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exponent: float, least: float
 ) -> None:

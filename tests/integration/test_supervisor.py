@@ -103,6 +103,7 @@ def freeze(runtime: LocalRuntime, seconds: float, *, silent: bool = True) -> Non
     [(True, "did not respond for 3.33 s."), (False, "generated no token for 2")],
     ids=["frozen", "lives and does nothing"],
 )
+@pytest.mark.more_but("frozen")
 def test_a_generator_that_stands_still_is_replaced_and_its_rollouts_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], silent: bool, cause: str
 ) -> None:

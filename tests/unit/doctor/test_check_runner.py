@@ -112,6 +112,7 @@ gpu_check.run(Path(sys.argv[1]), quick=True)
 
 
 @pytest.mark.parametrize("moment", ["check", "write"])
+@pytest.mark.more_but("write")
 def test_a_runner_killed_in_the_second_leaves_the_first_in_the_file_and_on_the_terminal(
     moment: str, tmp_path: Path
 ) -> None:

@@ -102,6 +102,7 @@ def picked(logits: torch.Tensor, result: Rollout) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.more_but(every=2)
 def test_behavior_logprobs_equal_a_plain_forward_pass(name: str) -> None:
     sampling = SamplingParams(14, temperature=0.7, top_p=0.9, top_k=20, stop_token_ids=(5, 6))
     requests = make_requests(sampling, [3, 1, 9, 40, 2, 17, 90, 4, 6], siblings=3)

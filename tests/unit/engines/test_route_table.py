@@ -31,6 +31,7 @@ def told(rollout: Rollout, layers: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind != "deepseek_v3"])
+@pytest.mark.more_but(every=2)
 def test_the_experts_told_are_those_of_one_pass_over_the_text(kind: str) -> None:
     """With siblings that share a prefill, rows taken again, moved, and copied from an earlier sibling, and prompts of
     one token."""
