@@ -95,15 +95,14 @@ def call(command, limit):
         os.kill(os.getpid(), signal.SIGKILL)
     return '{"seconds": 3.0}'
 
-def half(path, text, **_):
-    if '"second"' not in text:
-        return write(path, text)
-    write(path, text[:len(text) // 2])
-    os.kill(os.getpid(), signal.SIGKILL)
+def half(descriptor):
+    text = Path(f"/proc/self/fd/{descriptor}").read_bytes()
+    if b'"second"' in text:
+        os.ftruncate(descriptor, len(text) // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-write = Path.write_text
 if sys.argv[2] == "write":
-    Path.write_text = half
+    os.fsync = half
 torch.cuda.is_available, torch.cuda.device_count, torch.cuda.get_device_name = lambda: True, lambda: 1, lambda i: "H200"
 gpu_check.CHECKS = tuple(Check(name, "", 1, words=(name,), quick=True) for name in ("first", "second", "third"))
 gpu_check.Runner = partial(Runner, call=call)
