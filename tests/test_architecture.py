@@ -80,6 +80,7 @@ def modules() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text(), str(path)) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
+@cache
 def name_of(path: Path) -> str:
     """`asyncrlhf/buffer/ledger.py` is `asyncrlhf.buffer.ledger`; a package's `__init__` is the package."""
     parts = path.relative_to(ROOT).with_suffix("").parts
@@ -170,9 +171,13 @@ def edges_between(place: Callable[[str], str]) -> dict[str, set[str]]:
     return edges
 
 
-def files_imported(path: Path) -> Iterator[str]:
+@cache
+def files_imported(path: Path) -> tuple[str, ...]:
     """The modules of this package that a file imports, by ``from asyncrlhf.a import b`` too."""
-    known = {name_of(other) for other in modules()}
+    return tuple(_files_imported(path, set(map(name_of, modules()))))
+
+
+def _files_imported(path: Path, known: set[str]) -> Iterator[str]:
     for node in ast.walk(modules()[path]):
         assert not getattr(node, "level", 0), f"{where(path, node.lineno)}: imports are absolute, so that doors show."
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("asyncrlhf"):
