@@ -84,7 +84,7 @@ def shortage(error: BaseException | None, folder: object = None) -> str:
         counts = code in OF_DISKS or (code in SHORTAGES and folder is not None)
         if code is not None and counts and (file or code != errno.EIO):  # a terminal that is gone has EIO, too
             return _lacking(code, file or (folder if code in OF_DISKS else None), part, str(error) or "MemoryError")
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return ""
 
 

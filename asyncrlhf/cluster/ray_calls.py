@@ -51,7 +51,7 @@ def translated(name: str, error: RayError) -> Exception:
                 return RefusedStartError(last.removeprefix(REFUSED))
             return ReplicaError(f"{name} could not start: {last}")
         return ReplicaError(f"{name} died: {lines[0]}{_of_memory(name, str(error))}")
-    return ReplicaError(f"{name} did not answer: {type(error).__name__}: {lines[0]}")
+    return ReplicaError(f"{name} did not answer: {type(error).__name__}: {lines[0]}{_of_memory(name, str(error))}")
 
 
 class _Kills:
@@ -64,7 +64,8 @@ def _of_memory(name: str, said: str) -> str:
     """A further sentence where the kernel, or Ray before it, ended a process for memory since the death before."""
     before, _Kills.known = _Kills.known, memory_kills()
     short = _Kills.known > before or "low on memory" in said
-    return f" Memory was short; it needs less {smaller(name)}." if short else ""
+    end = "" if said.strip().splitlines()[0].endswith(".") else "."
+    return f"{end} Memory was short; it needs less {smaller(name)}." if short else ""
 
 
 async def ask_to_start(name: str, reference: Any, seconds: float = START_SECONDS) -> Any:

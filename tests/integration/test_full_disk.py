@@ -120,6 +120,9 @@ def test_a_summary_without_room_lets_the_folder_go_and_leaves_no_half(tmp_path: 
     [
         (OSError(errno.ENOSPC, "No space left on device", "/data/x"), True),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), True),
+        (OSError(errno.EROFS, "Read-only file system", "/data/x"), True),
+        (OSError(errno.EIO, "Input/output error", "/data/x"), True),
+        (OSError(errno.EIO, "Input/output error"), False),  # of a terminal that is gone
         (
             RuntimeError('Error while serializing: I/O error: Os { code: 28, kind: StorageFull, message: "No space"}'),
             True,

@@ -11,22 +11,29 @@ import json
 import os
 import re
 import resource
+import shutil
+import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import torch
 from ray.exceptions import RayActorError
 
 from asyncrlhf.cli.main import main
 from asyncrlhf.cli.status import status_lines
 from asyncrlhf.cluster import ray_calls
-from asyncrlhf.errors import StallError
+from asyncrlhf.errors import ShortageError, StallError, shortage
 from asyncrlhf.orchestrator.learning import bookkeeping
 from asyncrlhf.records.read.verify import verify
-from asyncrlhf.records.write.recorder import RunRecorder
+from asyncrlhf.records.write.recorder import RunRecorder, read_metrics
+from asyncrlhf.records.write.whole_files import write_atomically
+from tests.integration.test_parent import started
 from tests.loop import FAKE, QUIET, run, small_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,7 +132,10 @@ def test_a_disk_that_fills_or_turns_read_only(
         assert main(words(run_dir, "steps=8")) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and said.startswith(f"asyncrlhf: {what}: {run_dir}"), said
-    assert "checkpoint.resume=auto goes on" in said
+    assert "checkpoint.resume=auto goes on" in said and "status.json" not in said, "it is no cause"
+    with pytest.raises(OSError) as refused:
+        write_atomically(run_dir / "further.json", " " * 4096)
+    assert refused.value.filename == str(run_dir / "further.json")
     halves = [path for path in run_dir.rglob("*.tmp") if path.is_file()]
     assert halves == [] and not ((run_dir / "error.txt").exists() and not (run_dir / "error.txt").read_text())
     getattr(disk, repair)()
@@ -193,7 +203,8 @@ def test_a_run_whose_memory_is_short(tmp_path: Path, monkeypatch: Patch, capsys:
         assert main(words(tmp_path, "steps=8")) == 1
     said = capsys.readouterr().err
     assert said.startswith("asyncrlhf: Memory is short (MemoryError). What was written is kept; with a smaller "), said
-    assert "in in_the_midst" not in said and "bytearray" in (tmp_path / "error.txt").read_text()
+    assert "bytearray" in (tmp_path / "error.txt").read_text()
+    assert shortage(MemoryError()) == "", "no run's error: no checkpoint goes on"
     goes_on(tmp_path, 8)
 
 
@@ -208,7 +219,8 @@ def test_no_duration_is_measured_by_the_time_of_day() -> None:
     """It may jump: a laptop wakes up, a server of time corrects it, a user sets it."""
     found = set()
     for path in (ROOT / "asyncrlhf").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if "time.time" in text else ():
             if isinstance(node, ast.Attribute) and ast.unparse(node) == "time.time":
                 found.add(str(path.relative_to(ROOT / "asyncrlhf")))
     assert found == TIMES_OF_DAY
@@ -216,8 +228,6 @@ def test_no_duration_is_measured_by_the_time_of_day() -> None:
 
 @pytest.mark.parametrize("jump", [3600.0, -3600.0])
 def test_a_clock_that_jumps_changes_no_step_and_no_sentence(jump: float, tmp_path: Path, monkeypatch: Patch) -> None:
-    import time
-
     now = time.time
     with monkeypatch.context() as patch:
         in_the_midst(patch, lambda: patch.setattr(time, "time", lambda: now() + jump))
@@ -255,3 +265,105 @@ def test_a_part_that_was_ended_for_memory(part: str, kills: int, said: str, sent
     assert told.startswith(f"{part} died: The actor died unexpectedly.{sentence}")
     monkeypatch.setattr(ray_calls, "memory_kills", lambda: 7 + kills)
     assert "Memory" not in str(ray_calls.translated(part, RayActorError(error_msg="It died."))), "that was another's"
+
+
+CALLS: list[object] = []
+
+
+def large(tokens: Any) -> Any:
+    """A loss for which memory is short after a few steps."""
+    CALLS.append(None)
+    torch.empty(2**50 if len(CALLS) > 8 else 1)
+    return -tokens.advantages * tokens.policy_logprobs
+
+
+@pytest.mark.more
+def test_a_learner_whose_memory_is_short(ray_local: Any, tmp_path: Path) -> None:
+    smaller = r"with a smaller learner\.token_budget, or a learner\.sharding .* checkpoint\.resume=auto goes on"
+    with pytest.raises(ShortageError, match=rf"^Memory is short in learner-0 \(.*can't allocate memory.* {smaller}"):
+        run(tmp_path, *FAKE, "runtime=ray", f"algorithm.loss.target={__name__}:large", "checkpoint.every=1")
+    assert verify(tmp_path) == [] and len(read_metrics(tmp_path / "metrics.jsonl")) > 1
+    assert run(tmp_path, *FAKE, "runtime=ray", "steps=8", "checkpoint.resume=auto").summary["exit_reason"] == "done"
+
+
+class Clock:
+    """The time of day of processes that start within, shifted by as many seconds as ``shift`` says."""
+
+    SOURCE = """
+        #define _GNU_SOURCE
+        #include <fcntl.h>
+        #include <stdlib.h>
+        #include <sys/mman.h>
+        #include <sys/syscall.h>
+        #include <sys/time.h>
+        #include <time.h>
+        #include <unistd.h>
+        static volatile long none, *shift = &none;
+        __attribute__((constructor)) static void begin(void) {
+            int file = open(getenv("CLOCK_SHIFT"), O_RDONLY);
+            void *found = file < 0 ? MAP_FAILED : mmap(0, 8, PROT_READ, MAP_SHARED, file, 0);
+            if (found != MAP_FAILED) shift = found;
+            if (file >= 0) close(file);
+        }
+        int clock_gettime(clockid_t kind, struct timespec *at) {
+            int failed = syscall(SYS_clock_gettime, kind, at);
+            if (!failed && (kind == CLOCK_REALTIME || kind == CLOCK_REALTIME_COARSE)) at->tv_sec += *shift;
+            return failed;
+        }
+        int gettimeofday(struct timeval *at, void *zone) {
+            struct timespec now;
+            clock_gettime(CLOCK_REALTIME, &now);
+            at->tv_sec = now.tv_sec;
+            at->tv_usec = now.tv_nsec / 1000;
+            return 0;
+        }
+        time_t time(time_t *at) {
+            struct timespec now;
+            clock_gettime(CLOCK_REALTIME, &now);
+            if (at) *at = now.tv_sec;
+            return now.tv_sec;
+        }"""
+
+    def __init__(self, folder: Path, patch: Patch) -> None:
+        compiler = shutil.which("cc")
+        if compiler is None:
+            pytest.skip("no C compiler, for a clock that jumps")
+        self._file = folder / "shift"
+        self.shift(0)
+        line = [compiler, "-shared", "-fPIC", "-O1", "-x", "c", "-", "-o", str(folder / "clock.so")]
+        subprocess.run(line, input=self.SOURCE, text=True, check=True)
+        patch.setenv("CLOCK_SHIFT", str(self._file))
+        patch.setenv("LD_PRELOAD", str(folder / "clock.so"))
+
+    def shift(self, seconds: int) -> None:
+        with self._file.open("r+b" if self._file.exists() else "wb") as file:
+            file.write(seconds.to_bytes(8, "little", signed=True))
+
+
+@pytest.mark.more
+def test_a_clock_that_jumps_and_a_stop_of_all_processes_end_no_part(tmp_path: Path, monkeypatch: Patch) -> None:
+    """As a laptop that sleeps, and a cluster that stops a job for another: longer than twice the limit."""
+    limit = 10.0
+    with monkeypatch.context() as patch:
+        clock = Clock(tmp_path, patch)
+        words = (*FAKE, *QUIET, "steps=100000", "checkpoint.every=5", f"stall_timeout_seconds={limit:g}")
+        with started(tmp_path, *words) as command:
+            own = command.until(6)
+            assert "clock.so" in Path(f"/proc/{own.pid}/maps").read_text()
+            for seconds in (3600, -3600):
+                clock.shift(seconds)
+                command.until(command.steps() + 8)
+            everything = [psutil.Process(command.process.pid), own, *own.children(recursive=True)]
+            for process in everything:
+                process.suspend()
+            time.sleep(2.2 * limit)  # of which no process knows
+            for process in everything:
+                process.resume()
+            command.until(command.steps() + 8)
+            command.process.send_signal(signal.SIGTERM)
+            code, said = command.end()
+            assert code == 128 + signal.SIGTERM and command.reason == "interrupted", said
+    journal = [json.loads(line) for line in (command.run_dir / "journal.jsonl").read_text().splitlines()]
+    assert [line for line in journal if line["event"] in ("died", "rollback")] == [] and verify(command.run_dir) == []
+    times = [row["wall_time"] for row in read_metrics(command.run_dir / "metrics.jsonl")]
+    assert times == sorted(times) and times[-1] < 1800, "no step took the hour"
