@@ -84,7 +84,7 @@ def test_schedules_hold_for_every_turn_and_repeat(tmp_path: Path, mode: tuple[st
 
 
 @pytest.mark.parametrize("update", ["drain", "interrupt", "in_flight"])
-@pytest.mark.more_but("drain", "interrupt")
+@pytest.mark.more_but("interrupt")
 def test_weights_change_between_turns_and_within(tmp_path: Path, update: str) -> None:
     done = run(
         tmp_path, *SMALL, *THREE, "steps=8", "generator.slots=8", f"async.on_weight_update={update}",
