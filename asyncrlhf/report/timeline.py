@@ -70,9 +70,16 @@ def read_spans(run: Run) -> dict[str, np.ndarray] | None:
     if not files:
         return None
     table = pa.concat_tables([pq.read_table(file) for file in files])
-    columns = {name: table[name].to_numpy(zero_copy_only=False) for name in table.column_names}
-    order = np.argsort(columns["start"], kind="stable")
-    return {name: column[order] for name, column in columns.items()}
+    order = np.argsort(table["start"].to_numpy(), kind="stable")
+    return {name: _values(table[name])[order] for name in table.column_names}
+
+
+def _values(column: pa.ChunkedArray) -> np.ndarray:
+    """Words as objects that equal ones share: a long run has millions."""
+    if not pa.types.is_string(column.type):
+        return column.to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+    words = column.combine_chunks().dictionary_encode()
+    return np.array(words.dictionary.to_pylist(), dtype=object)[words.indices.to_numpy()]
 
 
 def _place(lane: str) -> tuple[int, str, int]:

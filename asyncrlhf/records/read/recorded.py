@@ -61,8 +61,10 @@ def read_rollouts(run_dir: Path, found: Findings) -> Recorded:
             _check_observed(path, name, tables[-1], found)
         except (OSError, pa.ArrowException, ValueError) as error:
             found.add(f"{name} cannot be read: {' '.join(str(error).split())[:200]}")
+    counts = [one.num_rows for one in tables[1:]]
     table = pa.concat_tables(tables).combine_chunks()
-    generators = table["generator_id"].combine_chunks().dictionary_encode()
+    tables.clear()  # a second copy of all
+    generators, states = (table[name].combine_chunks().dictionary_encode() for name in ("generator_id", "state"))
     lengths, versions = _lists(table["policy_versions"])
     turns = read_turns(table["turns"], lengths, versions)
     turns.add_forks(table["forks"], _integers(table["prompt_length"]))
@@ -71,7 +73,7 @@ def read_rollouts(run_dir: Path, found: Findings) -> Recorded:
     uses, used_at = _lists(table["consumed_at_version"])
     return Recorded(
         files=files,
-        part=np.repeat(np.arange(len(files)), [one.num_rows for one in tables[1:]]),
+        part=np.repeat(np.arange(len(files)), counts),
         ids=_integers(table["rollout_id"]),
         groups=_integers(table["group_id"]),
         rewards=pc.fill_null(table["reward"], np.nan).to_numpy(),
@@ -80,7 +82,9 @@ def read_rollouts(run_dir: Path, found: Findings) -> Recorded:
         newest=_of_each(np.maximum, lengths, versions),
         turns=turns,
         staleness=_integers(table["staleness"]),
-        ends=np.array([_ENDS.get(word, -1) for word in table["state"].to_pylist()], dtype=np.int64),
+        ends=np.array([*(_ENDS.get(word, -1) for word in states.dictionary.to_pylist()), -1])[
+            _integers(states.indices)
+        ],
         generators=generators.dictionary.to_pylist(),
         generator=_integers(generators.indices),
         used_row=np.repeat(np.arange(len(uses)), uses),

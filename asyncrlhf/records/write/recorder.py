@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from asyncrlhf.types import Payload
 
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
+LINES = 1024  # of metrics.jsonl that are read at once
 MAX_WAITING = 4  # parts that may wait for the disk before the run waits with them
 
 # Writes (file, rows, where each row's rollout lies or None): see :func:`write_part`.
@@ -269,18 +271,33 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises ConfigError when an earlier line is not a JSON object.
     """
     rows: list[dict[str, Any]] = []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    with path.open(encoding="utf-8") as file:
+        while block := list(islice(file, LINES)):
+            try:
+                found = json.loads(f"[{','.join(block)}]")  # at once, so that rows share their keys
+            except json.JSONDecodeError:
+                found = []
+            if len(found) != len(block):
+                found = _each(path, [*block, *file], len(rows))
+            for number, row in enumerate(found, start=len(rows) + 1):
+                if not isinstance(row, dict):
+                    raise ConfigError(f"{path} line {number} is not a JSON object; a metrics file has one a line.")
+            rows += found
+    return rows
+
+
+def _each(path: Path, lines: Sequence[str], before: int) -> list[Any]:
+    """The last lines of a metrics.jsonl one by one, of which one is not JSON."""
+    found = []
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
+            found.append(json.loads(line))
         except json.JSONDecodeError:
             if number == len(lines):
                 break
-            raise ConfigError(f"{path} line {number} is not JSON; a metrics file has one JSON object a line.") from None
-        if not isinstance(row, dict):
-            raise ConfigError(f"{path} line {number} is not a JSON object; a metrics file has one a line.")
-        rows.append(row)
-    return rows
+            said = f"{path} line {before + number} is not JSON; a metrics file has one JSON object a line."
+            raise ConfigError(said) from None
+    return found
 
 
 def plain(value: Any) -> Any:

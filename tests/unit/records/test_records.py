@@ -238,6 +238,20 @@ def test_a_torn_last_line_is_left_out_and_a_broken_middle_is_told(tmp_path: Path
         read_metrics(path)
 
 
+@pytest.mark.parametrize("wrong", ['{"st', "", '{"step": 1},{"step": 2}', "7", '"a"'])
+def test_lines_are_read_in_blocks_and_told_one_by_one(wrong: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "loss": 0.5}) for step in range(1, 2601)]
+    path.write_text("\n".join(lines))
+    rows = read_metrics(path)
+    assert [row["step"] for row in rows] == [*range(1, 2601)]
+    assert len({id(key) for row in rows for key in row}) <= 6, "the rows of a block share their keys"
+    lines[1499] = wrong
+    path.write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match="line 1500 is not"):
+        read_metrics(path)
+
+
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
