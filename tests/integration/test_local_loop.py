@@ -159,15 +159,15 @@ def test_resume_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 def interrupt_after(folder: Path, step: int, *options: str) -> Finished:
     """A run stopped as Ctrl-C stops it, in the midst of its work."""
-    original = LearnLoop._retire
+    original = LearnLoop._drop_late
 
-    def retire(self: LearnLoop) -> None:
+    def drop_late(self: LearnLoop) -> None:
         original(self)
         if self.state.version == step:
             self.state.stopping = True
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LearnLoop, "_retire", retire)
+        patch.setattr(LearnLoop, "_drop_late", drop_late)
         stopped = run(folder, *options)
     assert stopped.summary["exit_reason"] == "interrupted"
     assert stopped.summary["ledger"]["adds_up"]

@@ -123,7 +123,7 @@ def test_purge_empties_the_buffer_at_each_publish(
 ) -> None:
     purges: list[int] = []
     dropped = 0
-    original_purge, original_step = Assembly.purge, LearnLoop._step
+    original_purge, original_step = Assembly.drop_begun_before, LearnLoop._step
 
     def purge(self: Assembly, version: int) -> None:
         nonlocal dropped
@@ -140,7 +140,7 @@ def test_purge_empties_the_buffer_at_each_publish(
         assert update != "drain" or all(t.min_version >= purges[-1] for t in taken)
         await original_step(self, taken, waited)
 
-    monkeypatch.setattr(Assembly, "purge", purge)
+    monkeypatch.setattr(Assembly, "drop_begun_before", purge)
     monkeypatch.setattr(LearnLoop, "_step", step)
     done = run(
         tmp_path, *FAKE, "generator.replicas=8", "generator.slots=4", "learner.virtual_step_seconds=0.1", "steps=40",

@@ -93,7 +93,7 @@ class LearnLoop:
                 return None
             if self._purge_is_due():
                 self._purged_for = state.published_version
-                self.assembly.purge(state.published_version)
+                self.assembly.drop_begun_before(state.published_version)
                 state.changed.notify()
             elif (taken := buffer.take(state.version, state.groups.versions)) is not None:
                 state.room.notify()
@@ -136,7 +136,7 @@ class LearnLoop:
         self.log.used(taken, version)
         state.version = version + 1
         state.journal.note("step", step=state.version)
-        self._retire()
+        self._drop_late()
         await self._publish_if_due()
         metrics = self._meters.step(version, taken, result, waited + begun - started, trained) | self._lead.figures
         self._adapt(result.metrics)
@@ -166,7 +166,7 @@ class LearnLoop:
         if change is not None:
             self.state.message(change)
             self.state.journal.note("bound", bound=self.state.bound)
-            self._retire()
+            self._drop_late()
 
     async def _catch_up(self) -> None:
         """Record the previous step; the learner trains the next one meanwhile, unless that must wait
@@ -209,9 +209,9 @@ class LearnLoop:
             if not (group.uses_left or state.scheduled) and group.max_version <= state.taken_version:
                 self.ended.append((group, entries))
 
-    def _retire(self) -> None:
+    def _drop_late(self) -> None:
         """Drop the groups, in the buffer and in flight, that could only be consumed over the bound."""
-        self._forget(self.assembly.retire())
+        self._forget(self.assembly.drop_late())
 
     def call_off(self, group_ids: Sequence[int], reason: DropReason) -> None:
         """Drop unfinished groups and tell the replicas to cancel their rollouts."""

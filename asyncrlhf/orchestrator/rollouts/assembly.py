@@ -154,7 +154,7 @@ class Assembly:
         state.buffer.set_bound(state.bound)
         self._file(state.buffer.evict_stale(state.version))
 
-    def retire(self) -> set[int]:
+    def drop_late(self) -> set[int]:
         """File the groups that could only be consumed over the bound; returns the ids of unfinished rollouts."""
         self.evict_stale()
         state = self._state
@@ -167,7 +167,7 @@ class Assembly:
         """File the groups of a checkpoint that could only be consumed over this run's bound, which may be smaller than
         the one under which they began; ``over_stale=wait`` would wait for them for ever."""
         state = self._state
-        self.retire()
+        self.drop_late()
         if not state.scheduled and state.config.async_.over_stale == "wait":
             gone = state.buffer.surplus(state.version, {g.group_id: g.version for g in state.groups.values()})
             self._file(state.buffer.discard(gone))
@@ -190,7 +190,7 @@ class Assembly:
             state.requeue.remove(rollout_id)
         return gone
 
-    def purge(self, version: int) -> None:
+    def drop_begun_before(self, version: int) -> None:
         """Empty the buffer of groups begun before ``version`` (OAPL, 2602.19362). Rollouts in flight continue as
         ``async.on_weight_update`` says."""
         self._file(self._state.buffer.purge(version))
