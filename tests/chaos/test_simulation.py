@@ -186,7 +186,7 @@ def forgotten_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
 def bound_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrlhf.buffer.replay.ReplayBuffer._is_over", lambda *arguments: False)
     monkeypatch.setattr("asyncrlhf.buffer.replay.ReplayBuffer.check_batch", lambda *arguments: None)
-    monkeypatch.setattr(LearnLoop, "_retire", lambda self: None)
+    monkeypatch.setattr(LearnLoop, "_drop_late", lambda self: None)
 
 
 def result_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ Line = dict[str, Any]
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with deaths, failures and reuse, which was killed and gone on with: its files are those of the moment."""
-    base, retire = tmp_path_factory.mktemp("verify"), LearnLoop._retire
+    base, retire = tmp_path_factory.mktemp("verify"), LearnLoop._drop_late
 
     def struck(self: LearnLoop) -> None:
         retire(self)
@@ -55,7 +55,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(base / "run", folder, ignore=shutil.ignore_patterns("*.tmp", ".*"))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LearnLoop, "_retire", struck)
+        patch.setattr(LearnLoop, "_drop_late", struck)
         run(base / "run", *EVENTFUL, "steps=12")
     shutil.copytree(base / "killed-7", base / "resumed")
     with (base / "resumed" / "journal.jsonl").open("a") as file:
