@@ -54,6 +54,8 @@ class Disk:
     SCRIPT = "mkdir -p {0} && mount -t tmpfs -o size=8m none {0} && echo mounted && cat"
 
     def __init__(self, folder: Path) -> None:
+        if not (shutil.which("unshare") and shutil.which("nsenter")):
+            pytest.skip("no unshare or nsenter, to mount a disk as an ordinary user")
         place = folder / "disk"
         line = ["unshare", "-rm", "sh", "-c", self.SCRIPT.format(place)]
         self._holder = subprocess.Popen(line, text=True, stdin=-1, stdout=-1, stderr=-1)
