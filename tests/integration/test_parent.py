@@ -74,8 +74,10 @@ class Command:
         return str(json.loads((self.run_dir / "summary.json").read_text())["exit_reason"])
 
 
-def wait_for(there: Callable[[], bool], what: str, alive: Callable[[], bool] = lambda: True) -> None:
-    limit = time.monotonic() + SECONDS
+def wait_for(
+    there: Callable[[], bool], what: str, alive: Callable[[], bool] = lambda: True, seconds: float = SECONDS
+) -> None:
+    limit = time.monotonic() + seconds
     while not there():
         assert time.monotonic() < limit and alive(), f"there was no {what}"
         time.sleep(0.02)
@@ -222,13 +224,13 @@ def test_without_rays_processes_a_run_ends_in_seconds(lost: str, tmp_path: Path)
 
 @pytest.mark.more
 def test_all_ends_with_the_process_above(tmp_path: Path) -> None:
-    """Ray's agents too, whose own way to notice it waits for a control store that is gone as well."""
+    """Ray's agents too, which by themselves would look for a control store, gone as well, for a minute."""
     with started(tmp_path, *FAKE, *QUIET, "steps=100000") as command:
         below = command.until(3).children(recursive=True)
         titles = [" ".join(process.cmdline()) for process in below]
         assert sum("Agent" in title for title in titles) == 2, titles
         command.process.kill()
-        wait_for(lambda: not any(lives(process.pid) for process in below), "end of Ray's processes")
+        wait_for(lambda: not any(lives(process.pid) for process in below), "end of Ray's processes", seconds=30.0)
 
 
 @pytest.mark.parametrize(
