@@ -6,6 +6,7 @@ python -m experiments.40_chunk_sink.caches --model tiny-ledger/step-NNN    # cac
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
@@ -36,6 +37,7 @@ POLICIES = {
 SHARES, SEEDS = (0.5, 0.25, 0.125), (0, 1, 2)
 WINDOW, EVERY, SLOTS = 6, 4, 256  # a share of 1/8 is 12 tokens, one more than the least
 COMPARED = 4  # one answer of so many is compared with the whole cache
+MORE = [("window", share) for share in (0.9, 0.8, 0.7, 0.6)]  # where its lower tail passes Sparrow's 0.86
 KEY = ["policy", "share", "seed"]
 MEASURED = ["cache_kl", "cache_kl/1", "cache_kl/2", "cache_kl/3", "cache_kl/4", "cache_ratio_low"]
 FACTS = ["cache_kept_fraction", "cache_bytes"]
@@ -57,6 +59,8 @@ def grid() -> Iterator[Cell]:
         for share in SHARES:
             for policy in POLICIES:
                 yield Cell(policy, share, seed)
+    for (policy, share), seed in itertools.product(MORE, SEEDS):
+        yield Cell(policy, share, seed)
 
 
 def cache_of(policy: str, share: float) -> CacheConfig | None:

@@ -5,12 +5,15 @@ python -m experiments.40_chunk_sink.tables
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
+ledger = import_module("experiments.40_chunk_sink.ledger")
 caches = import_module("experiments.40_chunk_sink.caches")
 lab = import_module("experiments.40_chunk_sink.train")
 HERE = Path(__file__).absolute().parent
@@ -38,7 +41,7 @@ def table(frame: pd.DataFrame, keys: Sequence[str], names: Sequence[str]) -> str
 
 def against(frame: pd.DataFrame, keys: Sequence[str], base: Sequence[object]) -> str:
     """Held-out reward less that of ``base`` with the same seed."""
-    rewards = frame.set_index([*keys, "seed"]).reward
+    rewards = frame.set_index([*keys, "seed"]).reward.sort_index()
     own = rewards.loc[tuple(base)]
     lines = []
     for key in dict.fromkeys(frame[list(keys)].itertuples(index=False, name=None)):
@@ -47,10 +50,65 @@ def against(frame: pd.DataFrame, keys: Sequence[str], base: Sequence[object]) ->
     return "\n".join(lines)
 
 
+def saved(frame: pd.DataFrame) -> pd.DataFrame:
+    """``lost``: reward that the whole cache of the same seed has more; ``lost_per_10``: for 10 tokens less of room."""
+    whole = frame[frame.policy == "full"].set_index("seed").reward
+    own = frame[frame.policy != "full"]
+    lost = own.seed.map(whole) - own.reward
+    room = ledger.LONGEST - np.ceil(own.share * ledger.LONGEST)
+    return own.assign(lost=lost, lost_per_10=10 * lost / room)
+
+
+def ends(frame: pd.DataFrame) -> str:
+    """Reward and distance of other choices less those of the first tokens, by seed."""
+    lines = []
+    for share, name in itertools.product(caches.SHARES, ("chunk_sink-last", "chunk_sink-both", "window")):
+        of = frame[frame.share == share].pivot(index="seed", columns="policy", values=["reward", "cache_kl"])
+        reward, kl = (shown(of[what][name] - of[what]["chunk_sink-first"]) for what in ("reward", "cache_kl"))
+        lines.append(f"{share} {name} less chunk_sink-first: reward {reward}, cache_kl {kl}")
+    return "\n".join(lines)
+
+
+def pairs(frame: pd.DataFrame) -> str:
+    """By seed, of each cache and lag: what each correction gains over none; then what lag 4 costs, which differs."""
+    keys = ["cache", "share", "lag"]
+    lines = []
+    for key, rows in frame.groupby(keys, sort=False):
+        rewards = rows.pivot(index="seed", columns="correction", values="reward")
+        for name in rewards.columns.drop("none") if "none" in rewards else ():
+            gain = shown((rewards[name] - rewards.none).dropna())
+            lines.append(f"{' '.join(map(str, key))}: {name} less none {gain}")
+    for key, rows in frame.groupby(["cache", "share", "correction"], sort=False):
+        for name in ("reward", "behavior_kl", "ess_fraction"):
+            found = rows.pivot(index="seed", columns="lag", values=name)
+            if {0, 4} <= set(found.columns):
+                more = shown((found[4] - found[0]).dropna(), 4)
+                lines.append(f"{' '.join(map(str, key))}: {name} at lag 4 less lag 0 {more}")
+    return "\n".join(lines)
+
+
+def added(frame: pd.DataFrame) -> pd.DataFrame:
+    """Of an older sampler with a smaller cache: the sum of both distances beside the one measured, and the product of
+    both effective shares beside the one measured; by seed."""
+    of = frame.set_index(["steps", "cache", "share", "seed"])
+    newest, rows = frame.steps.max(), []
+    for key, both in of.iterrows():
+        steps, cache, share, seed = key
+        if steps == newest or cache == "full":
+            continue
+        age, part = of.loc[(steps, "full", 1.0, seed)], of.loc[(newest, cache, share, seed)]
+        row = dict(zip(of.index.names, key, strict=True)) | {"kl_age": age.kl, "kl_cache": part.kl, "kl_both": both.kl}
+        row |= {"kl_more_than_sum": both.kl - age.kl - part.kl, "ess_age": age.ess, "ess_cache": part.ess}
+        rows.append(row | {"ess_both": both.ess, "ess_less_product": both.ess - age.ess * part.ess})
+    return pd.DataFrame(rows)
+
+
 def main() -> None:
     sampled = pd.read_csv(HERE / "caches.csv")
     print(table(sampled, ["policy", "share"], NAMES), "\n")
     print(table(sampled[sampled.policy != "full"], ["policy", "share"], PARTS), "\n")
+    print(table(saved(sampled), ["policy", "share"], ["lost", "lost_per_10", "cache_kl", "cache_ratio_low"]), "\n")
+    print(ends(sampled), "\n")
     print("standard error over the prompts of one sampling, at most:", sampled.reward_se.max(), "\n")
     keys = ["cache", "share", "lag", "correction"]
     order = {arm: number for number, arm in enumerate(lab.ARMS)}
@@ -58,7 +116,11 @@ def main() -> None:
     place = [order[key] for key in runs[keys].itertuples(index=False, name=None)]
     runs = runs.assign(place=place).sort_values(["place", "seed"])
     print(table(runs, keys, TRAINED), "\n")
-    print(against(runs, keys, lab.ARMS[0]))
+    print(against(runs, keys, lab.ARMS[0]), "\n")
+    print(pairs(runs), "\n")
+    both = pd.read_csv(HERE / "both.csv")
+    print(table(both, ["steps", "cache", "share"], ["reward", "kl", "ess", "low"]), "\n")
+    print(table(found := added(both), ["steps", "cache", "share"], list(found.columns[4:])))
 
 
 if __name__ == "__main__":

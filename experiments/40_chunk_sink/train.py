@@ -1,4 +1,4 @@
-"""Part B: training on answers from a compressed cache, under three corrections and lags 0 and 4. One CSV row a run.
+"""Part B: training on answers from a compressed cache, under six corrections and lags 0 and 4. One CSV row a run.
 
 python -m experiments.40_chunk_sink.train --model tiny-ledger/step-NNN    # runs.csv and curves.csv; resumes
 """
@@ -33,6 +33,9 @@ CORRECTIONS = {
     "none": ("algorithm=grpo", "algorithm.aggregate=token"),
     "tis": ("algorithm=tis",),
     "decoupled": ("algorithm=decoupled_grpo",),
+    "icepop": ("algorithm=icepop",),  # tokens with a ratio outside of 0.5 to 5 leave the loss
+    "tail": ("algorithm=icepop", "algorithm.correction_low=0.86"),  # the lower tail by Sparrow's threshold, by token
+    "seq_mask": ("algorithm=seq_mask",),  # sequences with a product of ratios outside of 0.5 to 5 leave it
 }
 # In the order in which they are run: cache, share, lag, correction.
 ARMS = (
@@ -43,11 +46,18 @@ ARMS = (
     ("chunk_sink-first", 0.5, 0, "decoupled"),
     ("window", 0.5, 0, "none"),
     ("window", 0.5, 0, "tis"),
-    ("full", 1.0, 4, "none"),
+    ("chunk_sink-first", 0.5, 4, "decoupled"),
+    ("chunk_sink-first", 0.5, 0, "icepop"),
+    ("chunk_sink-first", 0.5, 0, "seq_mask"),
     ("chunk_sink-first", 0.5, 4, "none"),
+    ("chunk_sink-both", 0.5, 0, "tis"),
+    ("full", 1.0, 4, "none"),
     ("chunk_sink-first", 0.5, 4, "tis"),
     ("window", 0.5, 0, "decoupled"),
-    ("chunk_sink-both", 0.5, 0, "tis"),
+    ("chunk_sink-last", 0.5, 0, "tis"),
+    ("chunk_sink-first", 0.5, 0, "tail"),
+    ("window", 0.25, 0, "tis"),
+    ("window", 0.8, 0, "none"),
 )
 SEEDS, STEPS, RATE = (0, 1, 2), 32, 2e-5
 COMPARED, LAST = 4, 10  # one rollout of so many is compared with the whole cache; steps in ``train_reward``

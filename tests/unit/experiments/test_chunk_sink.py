@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
+import numpy as np
+import pandas as pd
 import pytest
 
 from asyncrlhf.config.compose import load_config
@@ -12,6 +14,8 @@ from asyncrlhf.engines.cache_config import read_cache
 ledger = import_module("experiments.40_chunk_sink.ledger")
 caches = import_module("experiments.40_chunk_sink.caches")
 lab = import_module("experiments.40_chunk_sink.train")
+both = import_module("experiments.40_chunk_sink.both")
+tables = import_module("experiments.40_chunk_sink.tables")
 RIGHT = "00+5=05 05+8=13 13+3=16 16+9=25 25+1=26 26+2=28 28+7=35 35+4=39 05 13 16 25 26 28 35 39"
 
 
@@ -40,4 +44,28 @@ def test_runs_are_allowed_and_differ_by_their_arm_alone(arm: tuple[str, float, i
     cache = read_cache(config.generator.cache, config.generator.max_completion_length)
     assert (cache is None) == (arm[0] == "full")
     assert cache is None or (cache.policy, cache.share) == (caches.POLICIES[arm[0]][0], arm[1])
-    assert config.algorithm.correction == {"none": "none", "tis": "truncate", "decoupled": "mask"}[arm[3]]
+    algorithm = config.algorithm
+    assert algorithm.correction == {"none": "none", "tis": "truncate"}.get(arm[3], "mask")
+    low = {"tail": 0.86, "icepop": 0.5, "seq_mask": 0.5}.get(arm[3], 0)
+    assert algorithm.correction_low == low and algorithm.correction_level == (
+        "prod" if arm[3] == "seq_mask" else "token"
+    )
+    assert algorithm.aggregate == "token"
+
+
+def test_distances_add_up_where_they_should() -> None:
+    """By seed: what both make together less the sum, and the effective share less the product."""
+    rows = [
+        (600, "full", 1.0, 0, 0.0, 1.0), (550, "full", 1.0, 0, 0.1, 0.5), (600, "window", 0.5, 0, 0.6, 0.4),
+        (550, "window", 0.5, 0, 0.75, 0.15),
+    ]  # fmt: skip
+    (found,) = tables.added(pd.DataFrame(rows, columns=[*both.KEY, "kl", "ess"])).to_dict("records")
+    assert (found["steps"], found["cache"], found["kl_age"], found["kl_cache"]) == (550, "window", 0.1, 0.6)
+    assert found["kl_more_than_sum"] == pytest.approx(0.05) and found["ess_less_product"] == pytest.approx(-0.05)
+
+
+def test_distances_are_those_of_their_definitions() -> None:
+    sampler, policy = [np.log([0.5, 0.25])], [np.log([0.25, 0.5])]
+    found = both.distance(policy, sampler)
+    assert found["kl"] == pytest.approx(((0.5 - 1 - np.log(0.5)) + (2 - 1 - np.log(2))) / 2)
+    assert found["ess"] == pytest.approx(2.5**2 / 2 / 4.25) and found["low"] == pytest.approx(np.exp(np.log(2) * -0.9))
