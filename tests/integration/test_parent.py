@@ -26,7 +26,7 @@ from tests.loop import FAKE, QUIET
 from tests.processes import lives, ray_files
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 90.0  # for each thing that is waited for
+SECONDS = 140.0  # for each thing that is waited for
 LOCAL = (*FAKE, *QUIET, "runtime=local", "checkpoint.every=5", "logging.report=false")
 
 
