@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.context import ForkServerContext
 
 import psutil
@@ -30,6 +30,21 @@ def lives(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def freeze(root: psutil.Process) -> list[psutil.Process]:
+    """Stop a whole tree, from its root down, until no process of it is new; returns it."""
+    stopped: dict[int, psutil.Process] = {}
+    while True:
+        found = []
+        with suppress(psutil.NoSuchProcess):
+            found = [p for p in (root, *root.children(recursive=True)) if p.pid not in stopped]
+        if not found:
+            return list(stopped.values())
+        for process in found:
+            stopped[process.pid] = process
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
 
 
 @contextmanager

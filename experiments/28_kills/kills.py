@@ -41,6 +41,7 @@ from tests.chaos.promises import broken_promises, figures
 from tests.chaos.run import commit
 from tests.chaos.simulation import seeds_of
 from tests.loop import FAKE, Finished
+from tests.processes import freeze
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = Path(__file__).with_name("rows.jsonl")
@@ -109,23 +110,10 @@ class Process:
         deadline = time.monotonic() + LIMIT
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
-                self.kill(self.freeze())
+                self.kill(freeze(self.root))
                 return -1
             time.sleep(0.02)
         return code
-
-    def freeze(self) -> list[psutil.Process]:
-        """Stop the whole tree, from its root down, until no process of it is new; returns it."""
-        stopped: dict[int, psutil.Process] = {}
-        while True:
-            found = []
-            with suppress(psutil.NoSuchProcess):
-                found = [p for p in (self.root, *self.root.children(recursive=True)) if p.pid not in stopped]
-            if not found:
-                return list(stopped.values())
-            for process in found:
-                stopped[process.pid] = process
-                _send([process], signal.SIGSTOP)
 
     def kill(self, tree: Sequence[psutil.Process]) -> None:
         _send(tree, signal.SIGKILL)
@@ -213,13 +201,13 @@ def strike(process: Process, holds: Callable[[State], bool], delay: float) -> St
         if holds(look(process.run_dir)):
             due = time.monotonic() + delay if due is None else due
             if time.monotonic() >= due:
-                tree = process.freeze()
+                tree = freeze(process.root)
                 if holds(state := look(process.run_dir)):
                     process.kill(tree)
                     return state
                 _send(tree, signal.SIGCONT)
         time.sleep(0.001)
-    process.kill(process.freeze())
+    process.kill(freeze(process.root))
     return None
 
 

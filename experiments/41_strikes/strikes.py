@@ -37,6 +37,7 @@ from tests.chaos.promises import broken_promises, figures
 from tests.chaos.run import commit
 from tests.chaos.simulation import seeds_of
 from tests.loop import FAKE, Finished
+from tests.processes import freeze
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = Path(__file__).with_name("rows.jsonl")
@@ -147,19 +148,6 @@ class Command:
             return [] if own is None else own.children(recursive=True)
         return []
 
-    def freeze(self) -> list[psutil.Process]:
-        """Stop the whole tree, from its root down, until no process of it is new; returns it."""
-        stopped: dict[int, psutil.Process] = {}
-        while True:
-            with suppress(psutil.NoSuchProcess):
-                found = [p for p in (self.root, *self.root.children(recursive=True)) if p.pid not in stopped]
-            if not found:
-                return list(stopped.values())
-            for process in found:
-                stopped[process.pid] = process
-                with suppress(psutil.NoSuchProcess):
-                    process.suspend()
-
 
 def wait(there: Callable[[], bool], what: str, limit: float = LIMIT) -> None:
     deadline = time.monotonic() + limit
@@ -186,7 +174,7 @@ def strike(case: Case, command: Command, step: int, delay: float) -> bool:
         else:
             (command.run_dir / "stop").touch()
     elif case.kind == "suspended":
-        frozen = command.freeze()
+        frozen = freeze(command.root)
         time.sleep(random.Random(case.seed).uniform(0.3, 3.0) * STALL)
         for process in reversed(frozen):
             with suppress(psutil.NoSuchProcess):

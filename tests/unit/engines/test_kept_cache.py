@@ -152,7 +152,7 @@ def test_the_whole_cache_is_todays() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_compared_rollout_tells_what_stayed(name: str) -> None:
-    """By layer and head, as the slow reference has it, whatever happened meanwhile and whichever row it moved to."""
+    """By layer and head, as the slow reference has it, whatever happened meanwhile and in any row that it moved to."""
     config = CacheConfig("chunk_sink", tokens=14, window=6, every=3, compare_every=1)
     schedule = Schedule(make_engine(name, config), name, 4)
     done = schedule.run(requests(4), 0.1)
