@@ -2,49 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.more
+from tests.processes import reports_of
 
-ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 280
+pytestmark = pytest.mark.more
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What each run of ``cluster_process`` reported. A process of its own: this one has its own Ray."""
-    folder = tmp_path_factory.mktemp("cluster")
-    command = [sys.executable, "-m", "tests.integration.cluster_process", str(folder)]
-    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    env |= {"PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"}
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        out, err = process.communicate(timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # Ray's processes end with their parent, or are of this session
-        out, err = process.communicate()
-        pytest.fail(
-            f"not within {SECONDS} s: the runs after {[json.loads(line)['name'] for line in lines_of(out)]}; {err}"
-        )
-    assert process.returncode == 0, err[-3000:]
-    reports = [json.loads(line) for line in lines_of(out)]
-    return {report["name"]: report for report in reports}
-
-
-def lines_of(out: str) -> list[str]:
-    return [line for line in out.splitlines() if line.startswith("{")]
+    return reports_of("tests.integration.cluster_process", tmp_path_factory.mktemp("cluster"), seconds=280)[0]
 
 
 def nodes_of(report: dict[str, Any], kind: str) -> set[str]:

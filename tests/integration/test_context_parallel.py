@@ -21,7 +21,7 @@ from tests.truncated import with_sets
 from tests.unit.learner.ranks import STEPS, assert_curve, batches, build, curve, run_ranks, weights
 from tests.unit.learner.worlds import VOCABULARY, random_batch
 
-SAVED_AFTER = 15
+SAVED_AFTER = 6
 # Weights that stay as they are: what differs is the gradient's own rounding. Updates amplify it: after 20 steps, the
 # gradient norm of one rank whose weights began one rounding off differs by 4.5e-4, that of two plain ranks by 1.1e-4,
 # that of a ring of two by 3.3e-4; with weights that stay, the ring's by 1.8e-6.

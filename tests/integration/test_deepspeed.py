@@ -20,7 +20,7 @@ from tests.unit.learner.ranks import assert_curve, batches, build, curve, run_ra
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
-SAVED_AFTER = 15
+SAVED_AFTER = 6
 STAGES = (0, 1, 2, 3)
 PPO = AlgorithmConfig(advantage="gae", whiten=True, kl="loss", beta=0.1, num_iterations=2)
 M2PO = load_config(["algorithm=m2po"]).algorithm
@@ -123,14 +123,14 @@ def test_shards_of_other_ranks_or_another_layout_are_refused(two_ranks: list[dic
 @pytest.mark.parametrize("stage", [s if s in (0, 3) else pytest.param(s, marks=pytest.mark.thorough) for s in STAGES])
 @pytest.mark.more_but("0")
 def test_bfloat16_keeps_float32_masters_and_comes_close(stage: int) -> None:
-    options = {"learning_rate": 1e-5, "max_grad_norm": 0.0, "token_budget": 40}
+    options = {"learning_rate": 1e-5, "lr_schedule": "constant", "max_grad_norm": 0.0, "token_budget": 40}
     exact = curve(build(**options), batches(1))[0]
     mixed = build(backend="deepspeed", zero_stage=stage, mixed_precision="bfloat16", **options)
     before = weights(mixed)
     found = curve(mixed, batches(1))[0]
     assert_close(found["grad_norm"], exact["grad_norm"], rtol=0.05)
     assert_close(found["entropy"], exact["entropy"], rtol=0.02)
-    curve(mixed, batches(1) * 30)
+    curve(mixed, batches(1) * 15)
     # Each of these updates is too small for bfloat16; they add up in the masters.
     moved = max(np.abs(tensor - before[name]).max() for name, tensor in weights(mixed).items())
     assert moved > 1e-4

@@ -107,13 +107,13 @@ def test_weights_change_between_turns_and_within(tmp_path: Path, update: str) ->
 def test_the_bound_holds_over_slow_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train_nothing(monkeypatch)
     done = run(
-        tmp_path, *FAKE, *TAIL, "episode.environment=tests.worlds:TailSums", SCORED, "steps=190",
+        tmp_path, *FAKE, *TAIL, "episode.environment=tests.worlds:TailSums", SCORED, "steps=70",
         "generator.replicas=4", "async.max_staleness=2", "learner.virtual_step_seconds=0.1", "fusion.max_wait_ms=0",
         "generator.max_completion_length=40",
     )  # fmt: skip
     assert_whole(done)
     assert (done.trained.staleness <= 2).all()
-    assert done.summary["ledger"]["admitted"] > 3000
+    assert done.summary["ledger"]["admitted"] > 1100
     assert done.summary["ledger"]["dropped"]["stale"] > 0, "the tail was meant to be met by the bound"
 
 
@@ -237,13 +237,13 @@ def test_the_learner_is_busy_while_tools_take_ten_times_the_sampling(
 ) -> None:
     train_nothing(monkeypatch)
     done = run(
-        tmp_path, *FAKE, *SLOW, "steps=120", "generator.slots=256", "episode.concurrency=256",
+        tmp_path, *FAKE, *SLOW, "steps=60", "generator.slots=256", "episode.concurrency=256",
         "generator.fake.latency_median=0.1", "async.max_staleness=24", "buffer.capacity=512",
         "learner.virtual_step_seconds=0.3", "fusion.max_wait_ms=0",
     )  # fmt: skip
     assert_whole(done)
     begun, ended = done.metrics[19]["wall_time"], done.metrics[-1]["wall_time"]
-    assert 100 * 0.3 / (ended - begun) >= 0.9
+    assert 40 * 0.3 / (ended - begun) >= 0.9
 
 
 def test_slots_are_not_idle_while_environments_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from asyncrlhf.learner.torch_backend import TorchBackend
 from tests.numeric import assert_close
 from tests.unit.learner.ranks import COMMON, batches, run_ranks, share, weights
 
-STEPS = 20
+STEPS = 10
 SHORT = 3
 KL = AlgorithmConfig(kl="loss", beta=0.1)
 PPO = AlgorithmConfig(advantage="gae", kl="loss", beta=0.1)  # with a critic and a reference

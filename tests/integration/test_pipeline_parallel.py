@@ -21,7 +21,7 @@ from tests.truncated import with_sets
 from tests.unit.learner.ranks import assert_curve, batches, build, curve, run_ranks, weights
 from tests.unit.learner.worlds import VOCABULARY
 
-SAVED_AFTER = 15
+SAVED_AFTER = 6
 CASES: dict[str, tuple[AlgorithmConfig, dict[str, Any]]] = {
     "kl": (AlgorithmConfig(kl="loss", beta=0.1, num_iterations=2, entropy_coef=0.01), {"gradient_checkpointing": True}),
     "vcpo": (load_config(["algorithm=vcpo"]).algorithm, {"weight_decay": 0.1}),

@@ -24,7 +24,7 @@ from tests.processes import forked
 from tests.unit.learner.worlds import random_batch, share
 
 TIME_LIMIT = 240.0
-STEPS = 20
+STEPS = 10
 # A small budget gives the ranks different numbers of microbatches, which hold different numbers of tokens.
 COMMON = {"learning_rate": 3e-4, "token_budget": 30, "lr_schedule": "cosine"}
 
