@@ -189,6 +189,18 @@ def opsm_keep(now: Batch, mu: Batch, adv: Batch, delta: float) -> Batch:
     return [np.where((a < 0) & (np.mean(m - n) > delta), 0.0, 1.0) for n, m, a in zip(now, mu, adv, strict=True)]
 
 
+def binary_kl_keep(now: Batch, mu: Batch, delta: float) -> Batch:
+    """FlashREINFORCE: each sequence whose tokens' KL of (p, 1 - p) from (q, 1 - q) is on average at most delta, p being
+    the sampler's probability of the token and q the policy's."""
+    keep = []
+    for n, m in zip(now, mu, strict=True):
+        p, q = np.exp(m), np.exp(n)
+        rest_p, rest_q = np.maximum(1 - p, 1e-6), np.maximum(1 - q, 1e-6)
+        divergence = p * np.log(p / q) + rest_p * np.log(rest_p / rest_q)
+        keep.append(np.full(len(n), float(np.mean(divergence) <= delta)))
+    return keep
+
+
 def a3po_proximal(now: Batch, mu: Batch, lag: Batch) -> Batch:
     """A-3PO (2512.06547): mu + alpha (theta - mu), alpha = (d - 1) / d."""
     alphas = [(np.maximum(d, 1) - 1) / np.maximum(d, 1) for d in lag]

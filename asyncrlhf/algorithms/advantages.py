@@ -76,6 +76,12 @@ def mean_norm(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return (_groups(rewards, group_ids).centred / torch.where(mean > 0, mean, torch.inf)).to(rewards.dtype)
 
 
+def batch_mean(rewards: Tensor, total: Tensor) -> Tensor:
+    """A = R - the batch's mean: [N] (FlashREINFORCE). ``total`` [3]: the rewards' ``moments``, over all ranks."""
+    # The mean is rounded as the rewards are, so that equal ones give exactly zero.
+    return rewards.detach() - (total[1] / total[0].clamp(min=1)).to(rewards.dtype)
+
+
 def vstar(rewards: Tensor, group_ids: Tensor, *, beta: float) -> Tensor:
     """A = R - V*, V* = beta log mean exp(R / beta) over the group: [N] (A*PO, 2505.20686). A group of one gives 0.
 

@@ -1,8 +1,7 @@
 """Gates: which tokens stay in the policy loss, depending on how far the policy is from the sampler.
 
 Every gate returns keep [T] bool for ``policy_loss(gate=...)``; its value outside the mask has no effect. ``log_ratio``
-[T] is log(pi / mu) per token. ``m2_gate`` and ``sat_gate`` rank tokens: give them all tokens of an optimizer update at
-once.
+[T] is log(pi / mu) per token. ``m2_gate`` and ``sat_gate`` rank tokens: they need all those of an optimizer update.
 """
 
 from __future__ import annotations
@@ -10,8 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asyncrlhf.algorithms.masked import masked_values, percentile
+from asyncrlhf.algorithms.masked import masked_values, percentile, segment_total, sequence_lengths
 from asyncrlhf.algorithms.weights import log_ratio as log_ratio_at
+
+# The least 1 - p that counts: a float32 log-prob near 0 says no more.
+REST_NOISE = 1e-6
 
 
 def harmful(log_ratio: Tensor, advantages: Tensor, loss_mask: Tensor) -> Tensor:
@@ -70,3 +72,27 @@ def opsm_gate(
     """
     drift = log_ratio_at(behavior_logprobs, policy_logprobs, loss_mask, sequence_ids, "geo")
     return ~((advantages < 0) & (drift > delta))
+
+
+def binary_kl_gate(
+    policy_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    sequence_ids: Tensor,
+    *,
+    delta: float,
+) -> Tensor:
+    """FlashREINFORCE: drops a sequence, whatever its ``advantages``, whose tokens' mean binary KL is > ``delta`` nats.
+
+    A token's is the KL of "this token or another" under mu to that under pi: p log(p / q) + (1 - p) log((1 - p) /
+    (1 - q)), exact but for 1 - p and 1 - q, held at ``REST_NOISE``. The authors' code (NVIDIA-NeMo/labs-molt) holds p
+    and q there too, so that a token which pi calls all but impossible counts less.
+    """
+    mu, pi = (masked_values(x.detach(), loss_mask).double() for x in (behavior_logprobs, policy_logprobs))
+    rest_mu, rest_pi = (x.expm1().neg().clamp(min=REST_NOISE) for x in (mu, pi))
+    divergence = mu.exp() * (mu - pi) + rest_mu * (rest_mu / rest_pi).log()
+    return segment_total(divergence, sequence_ids) / sequence_lengths(loss_mask, sequence_ids) <= delta
+
+
+SEQUENCE_GATES = {"opsm": opsm_gate, "binary_kl": binary_kl_gate}

@@ -1,8 +1,8 @@
-"""KL to a reference policy: the k1, k2, k3 estimators, the importance-weighted loss, the penalty in the reward.
+"""KL to a reference policy: the k1, k2, k3 estimators and the importance-weighted loss.
 
-In the reward only k1 is a penalty. As a reward, an estimator f(pi, ref) has the score-function gradient
-E[f grad log pi]: k1's is that of KL(pi || ref); k3's is that of KL(pi || ref) - KL(ref || pi), which nearly cancels, so
-that next to nothing holds the policy; k2's is close to neither.
+In the reward only k1 is a penalty: each token's (PPO of 1909.08593), or a sequence's sum (RLOO of 2402.14740). As a
+reward, an estimator f has the score-function gradient E[f grad log pi]: k1's is that of KL(pi || ref); k3's is that of
+KL(pi || ref) - KL(ref || pi), which nearly cancels, so that next to nothing holds the policy; k2's is close to neither.
 
 Gradients of the estimators as losses, checked by enumeration in the tests (pi = policy, mu = the sampler): on-policy,
 k1 has none in expectation, k2 gives that of KL(pi || ref), k3 that of KL(ref || pi). Off-policy, r k1 and r k3 with
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from asyncrlhf.algorithms.aggregate import aggregate_loss
-from asyncrlhf.algorithms.masked import masked_values, segment_sum
+from asyncrlhf.algorithms.masked import masked_values
 from asyncrlhf.algorithms.weights import MAX_LOG_RATIO, ratio_of
 
 
@@ -88,30 +88,3 @@ def kl_loss(
     return aggregate_loss(
         per_token, loss_mask, sequence_ids, how=aggregate, normaliser=normaliser, sample_weights=sample_weights
     )
-
-
-def kl_token_rewards(
-    token_rewards: Tensor, policy_logprobs: Tensor, ref_logprobs: Tensor, loss_mask: Tensor, *, beta: float
-) -> Tensor:
-    """``token_rewards [T]`` less beta k1 of each masked token: [T], detached (PPO of 1909.08593).
-
-    ``policy_logprobs`` [T]: the penalised policy, which is the policy in training, before its update. With stale
-    samples the sampler's own log-probs would leave out how far the policy has moved since.
-    """
-    with torch.no_grad():
-        return token_rewards - beta * kl_estimate(policy_logprobs, ref_logprobs, loss_mask, estimator="k1")
-
-
-def kl_sequence_rewards(
-    rewards: Tensor,
-    policy_logprobs: Tensor,
-    ref_logprobs: Tensor,
-    loss_mask: Tensor,
-    sequence_ids: Tensor,
-    *,
-    beta: float,
-) -> Tensor:
-    """``rewards [N]`` less beta times the sequence's summed k1 (RLOO of 2402.14740), like ``kl_token_rewards``: [N]."""
-    with torch.no_grad():
-        estimates = kl_estimate(policy_logprobs, ref_logprobs, loss_mask, estimator="k1")
-        return rewards - beta * segment_sum(estimates, sequence_ids, len(rewards)).to(rewards.dtype)

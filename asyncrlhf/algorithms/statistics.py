@@ -16,7 +16,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from asyncrlhf.algorithms.masked import masked_values
+from asyncrlhf.algorithms.masked import masked_values, moments
 
 BIN = 0.01  # relative width of the bins of a histogram
 _ZERO_BIN, _BROKEN_BIN = -(2**31), 2**31 - 1
@@ -64,8 +64,7 @@ class Spread(Statistic):
 
     @classmethod
     def over(cls, x: Tensor, mask: Tensor) -> Spread:
-        kept = masked_values(x.detach(), mask).double()
-        return cls(float(mask.sum()), float(kept.sum()), float(kept.square().sum()))
+        return cls(*moments(x, mask).tolist())
 
     @property
     def mean(self) -> Mean:

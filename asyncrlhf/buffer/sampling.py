@@ -53,11 +53,8 @@ def age(group: RolloutGroup, version: int) -> float:
     return 1.0 / (1.0 + max(0, group.staleness(version)))
 
 
-PRIORITY: dict[str, Callable[[RolloutGroup, int], float]] = {
-    "reward_spread": reward_spread,
-    "advantage": advantage,
-    "age": age,
-}
+MEASURES: tuple[Callable[[RolloutGroup, int], float], ...] = (reward_spread, advantage, age)
+PRIORITY = {measure.__name__: measure for measure in MEASURES}
 
 
 def correction(probabilities: Sequence[float], exponent: float) -> list[float]:

@@ -206,11 +206,17 @@ def _check_shaped_rewards(config: RunConfig) -> None:
         f"async.over_stale=mask takes tokens out of sequences that algorithm.{whole} treats as a whole, which biases "
         "the result; allowed: over_stale=drop, wait or downweight.",
     )
-    check(
-        not (config.buffer.filter_zero_spread and algorithm.kl == "reward"),
-        "buffer.filter_zero_spread=true compares scores alone, but algorithm.kl=reward tells siblings of equal score "
-        "apart; allowed: filter_zero_spread=false, or kl=loss.",
-    )
+    by_turn, by_batch = algorithm.credit == "turn", algorithm.advantage == "batch_mean"
+    for compared, other, against, allowed in (
+        ("scores alone", algorithm.kl == "reward", "kl=reward tells siblings of equal score apart", "kl=loss"),
+        ("whole episodes", by_turn, "credit=turn tells siblings of equal score apart", "credit=episode"),
+        ("siblings", by_batch, "advantage=batch_mean compares the whole batch", "advantage=group_mean"),
+    ):
+        check(
+            not (config.buffer.filter_zero_spread and other),
+            f"buffer.filter_zero_spread=true compares {compared}, but algorithm.{against}; allowed: "
+            f"filter_zero_spread=false, or {allowed}.",
+        )
     below_zero = {
         "algorithm.kl=reward": algorithm.kl == "reward",
         f"reward.normalize={config.reward.normalize}": config.reward.normalize != "none",
@@ -223,16 +229,10 @@ def _check_shaped_rewards(config: RunConfig) -> None:
             f"{what} brings rewards below 0, and algorithm.advantage=mean_norm has a group's mean reward as its unit; "
             "allowed: without it, or another advantage.",
         )
-    by_turn = algorithm.credit == "turn"
     check(
         not by_turn or config.episode.used,
         "algorithm.credit=turn credits the turns of episodes, and without an environment, tools or agent there are "
         "none; allowed: with episode.environment, episode.tools or episode.agent, or credit=episode.",
-    )
-    check(
-        not (by_turn and config.buffer.filter_zero_spread),
-        "buffer.filter_zero_spread=true compares whole episodes, but algorithm.credit=turn tells siblings of equal "
-        "score apart; allowed: filter_zero_spread=false, or credit=episode.",
     )
     check(
         not by_turn or config.reward.normalize == "none",
@@ -250,16 +250,18 @@ def _check_teacher(config: RunConfig) -> None:
 
 
 def _check_groups(config: RunConfig) -> None:
-    if config.algorithm.group_relative:
+    algorithm = config.algorithm
+    compared = {"num_generations": algorithm.group_relative, "batch_size": algorithm.advantage == "batch_mean"}
+    for key, compares in compared.items():
         check(
-            config.num_generations >= 2,
-            f"num_generations={config.num_generations} with algorithm={config.algorithm.name} "
-            f"({config.algorithm.comparison}) leaves nothing to compare with; allowed: >= 2.",
+            not compares or getattr(config, key) >= 2,
+            f"{key}={getattr(config, key)} with algorithm={algorithm.name} ({algorithm.comparison}) leaves nothing to "
+            "compare with; allowed: >= 2.",
         )
     groups = config.batch_size // config.num_generations
     check(
-        config.algorithm.minibatches <= groups,
-        f"algorithm.minibatches={config.algorithm.minibatches} is more than the {groups} groups of a batch.",
+        algorithm.minibatches <= groups,
+        f"algorithm.minibatches={algorithm.minibatches} is more than the {groups} groups of a batch.",
     )
     check(
         config.learner.shares <= groups,

@@ -147,7 +147,8 @@ class TorchBackend(RankModels):
         tokens.ref_logprobs = self._reference_logprobs(plan)
         tokens.ema_logprobs = None if self.ema is None else self._passes.all_logprobs(plan, self.ema)
         tokens.values = self._old_values(plan)
-        tokens.final_values = self._final_values(plan)
+        if self.algorithm.truncated == "bootstrap":  # the critic's value replaces the rest of truncated answers
+            tokens.final_values = self._passes.final_values(plan, self._token_budget)
         if tokens.values is not None or self.algorithm.kl == "reward":
             plan.fetch()
         set_targets(plan.host, self.algorithm, lambda total: all_sum(total, self._peers))
@@ -168,12 +169,6 @@ class TorchBackend(RankModels):
         if plan.tokens.values is None:
             raise AsyncRLHFError("A batch came without the critic's values, which critic.workers leaves to it.")
         return plan.tokens.values
-
-    def _final_values(self, plan: StepPlan) -> torch.Tensor | None:
-        """[N], if the critic's value replaces the rest of truncated answers."""
-        if self.algorithm.truncated != "bootstrap":
-            return None
-        return self._passes.final_values(plan, self._token_budget)
 
     def _normalisers(self, plan: StepPlan) -> torch.Tensor:
         """Of each update's policy loss and value loss, over all ranks: [2, minibatches]."""

@@ -28,6 +28,8 @@ ALGORITHMS = {
     "vcpo": load_config(["algorithm=vcpo"]).algorithm,
     "tba": load_config(["algorithm=tba"]).algorithm,
     "impact": load_config(["algorithm=impact"]).algorithm,
+    # The batch's mean over all ranks. These batches are further from the model than its own threshold allows.
+    "flash_reinforce": load_config(["algorithm=flash_reinforce", "algorithm.off_policy_mask_threshold=0.2"]).algorithm,
 }
 # A small budget gives the ranks different numbers of microbatches.
 LEARNER = LearnerConfig(learning_rate=1e-2, token_budget=15)

@@ -46,8 +46,8 @@ class AlgorithmConfig:
     advantage: str = setting(
         "group_norm",
         "What a rollout's reward is measured against: nothing (raw), its group's mean, the other siblings, the group's "
-        "mean and deviation, the group's mean as its unit, the batch, a critic, the least-variance baseline, or V*. "
-        "none: it does not count, and only kl=loss trains.",
+        "mean and deviation, the group's mean as its unit, the batch's mean, the batch (whiten), a critic, the "
+        "least-variance baseline, or V*. none: it does not count, and only kl=loss trains.",
         choices=(
             "none",
             "raw",
@@ -55,6 +55,7 @@ class AlgorithmConfig:
             "loo",
             "group_norm",
             "mean_norm",
+            "batch_mean",
             "whiten",
             "gae",
             "vtrace",
@@ -118,15 +119,18 @@ class AlgorithmConfig:
     gate: str = setting(
         "none",
         "Takes tokens out of the loss that drifted too far: M2PO's second moment, SAT's shrinking clip, or whole "
-        "sequences (opsm).",
-        choices=("none", "m2", "sat", "opsm"),
+        "sequences (opsm, and FlashREINFORCE's binary_kl).",
+        choices=("none", "m2", "sat", "opsm", "binary_kl"),
     )
     m2_threshold: float = setting(0.04, "gate=m2: largest mean squared log-ratio of harmful tokens.", low=0)
     sat_quantile: float = setting(
         0.9, "gate=sat: quantile of |log ratio| beyond which the clip shrinks.", low=0, high=1, exclusive_low=True
     )
     off_policy_mask_threshold: float = setting(
-        0.1, "gate=opsm: mean drift, in nats a token, beyond which a sequence of negative advantage goes.", low=0
+        0.1,
+        "Mean drift (gate=opsm, of a sequence of negative advantage) or mean binary KL from the sampler "
+        "(gate=binary_kl), in nats a token, beyond which a sequence goes.",
+        low=0,
     )
     correction: str = setting(
         "mask",
@@ -218,7 +222,7 @@ class AlgorithmConfig:
                 ("head", ("regress", "pair")),
                 ("level", ("geo", "prod")),
                 ("coef", ("geoclip",)),
-                ("gate", ("opsm",)),
+                ("gate", ("opsm", "binary_kl")),
                 ("advantage", ("opob",)),
             ):
                 if getattr(self, key) in values:
@@ -317,7 +321,7 @@ def _check_effects(config: AlgorithmConfig) -> None:
         (("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), own or coef == "gamma", "coef=gamma"),
         (("m2_threshold",), config.gate == "m2", "gate=m2"),
         (("sat_quantile",), config.gate == "sat", "gate=sat"),
-        (("off_policy_mask_threshold",), config.gate == "opsm", "gate=opsm"),
+        (("off_policy_mask_threshold",), config.gate in ("opsm", "binary_kl"), "gate=opsm or binary_kl"),
         (("correction_level", "correction_low", "correction_high"), corrects, "correction=truncate or mask"),
         (("lr_ess_base",), config.lr == "sqrt_ess", "lr=sqrt_ess"),
         (("regress_target",), config.head == "regress", "head=regress"),
@@ -403,7 +407,12 @@ def _check_advantage(config: AlgorithmConfig) -> None:
         "algorithm.whiten moves the baseline away from the one of least variance that algorithm.advantage=opob "
         "finds; allowed: whiten=false with opob.",
     )
-    for key, value in (("advantage", "opob"), ("coef", "geoclip")):
+    check(
+        not (config.advantage == "batch_mean" and config.whiten),
+        "algorithm.whiten subtracts a mean of its own, and then that of algorithm.advantage=batch_mean has no effect; "
+        "allowed: whiten=false, or advantage=raw.",
+    )
+    for key, value in (("advantage", "opob"), ("advantage", "batch_mean"), ("coef", "geoclip")):
         check(
             config.credit == "episode" or getattr(config, key) != value,
             f"algorithm.{key}={value} has one advantage for a whole sequence, and algorithm.credit=turn one for each "

@@ -41,7 +41,6 @@ def step_statistics(plan: StepPlan, config: AlgorithmConfig) -> Found:
     assert proximal is not None
     rewards = torch.from_numpy(plan.batch.rewards)  # as they came, without a penalty
     drift = proximal - behavior
-    everywhere = torch.ones_like(mask)
     found: Found = {
         **weight_diagnostics(drift, mask, ids),
         **log_ratio_diagnostics(drift, mask, "behavior"),
@@ -55,7 +54,7 @@ def step_statistics(plan: StepPlan, config: AlgorithmConfig) -> Found:
         "negative_advantage_fraction": Mean.over((advantages < 0).float(), mask),
         "advantage_mean": Mean.over(advantages, mask),
         "advantage_std": Spread.over(advantages, mask),
-        "masked_token_fraction": Mean.over((~mask).float(), everywhere),
+        "masked_token_fraction": Mean(float((~mask).sum()), float(len(mask))),
     }
     if config.correction != "none":
         count = float(mask.sum())

@@ -15,6 +15,7 @@ import torch
 
 from asyncrlhf.algorithms.advantages import (
     SEQUENCE_ADVANTAGES,
+    batch_mean,
     broadcast,
     gae,
     opob,
@@ -23,11 +24,12 @@ from asyncrlhf.algorithms.advantages import (
     vstar,
     vtrace,
 )
+from asyncrlhf.algorithms.diagnostics import weight_diagnostics
 from asyncrlhf.algorithms.gates import m2_gate, sat_gate
 from asyncrlhf.algorithms.heads import pair, regress
-from asyncrlhf.algorithms.kl import kl_sequence_rewards, kl_token_rewards
+from asyncrlhf.algorithms.kl import kl_estimate
 from asyncrlhf.algorithms.masked import masked_values, moments, segment_sum, whiten
-from asyncrlhf.algorithms.statistics import EffectiveSize, together
+from asyncrlhf.algorithms.statistics import together
 from asyncrlhf.algorithms.weights import behavior_weight, interpolated_proximal, target_anchor
 from asyncrlhf.learner.ranks import Peers, all_gather
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
@@ -43,7 +45,7 @@ def set_targets(
     tokens: ResponseTokens, config: AlgorithmConfig, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     """Write the step's rewards, advantages and value targets from the passes before the first update, and allocate the
-    arrays that :func:`fill` writes. Whole groups must lie on this rank; whitening takes its moments over all ranks.
+    arrays that :func:`fill` writes. Whole groups must lie on this rank; moments are taken over all ranks.
 
     A KL in the reward is that of the present (proximal) policy: per token with a critic and in REINFORCE++, where a
     token's return includes the KL from that token on; otherwise its sum goes into the sequence's reward.
@@ -59,8 +61,14 @@ def set_targets(
         tokens.advantages, _ = gae(_token_rewards(tokens, config), nothing, mask, ids, gamma=config.gamma)
     else:
         if config.kl == "reward":
-            tokens.rewards = kl_sequence_rewards(tokens.rewards, *_penalised(tokens), mask, ids, beta=config.beta)
-        tokens.advantages = broadcast(_sequence_advantages(tokens.rewards, tokens.group_ids, config), ids)
+            penalties = segment_sum(_penalty(tokens), ids, len(tokens.rewards))
+            tokens.rewards = tokens.rewards - config.beta * penalties.to(tokens.rewards.dtype)
+        if config.advantage == "batch_mean":
+            every = torch.ones_like(tokens.rewards, dtype=torch.bool)
+            gains = batch_mean(tokens.rewards, sum_over_ranks(moments(tokens.rewards, every)))
+        else:
+            gains = _sequence_advantages(tokens.rewards, tokens.group_ids, config)
+        tokens.advantages = broadcast(gains, ids)
     if config.whiten or config.advantage == "whiten":
         total = sum_over_ranks(moments(tokens.advantages, mask))
         tokens.advantages = whiten(tokens.advantages, mask, total)
@@ -70,10 +78,12 @@ def set_targets(
         tokens.head_losses = torch.zeros_like(tokens.rewards)
 
 
-def _penalised(tokens: ResponseTokens) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two policies of a KL in the reward: (present, reference) log-probs [M]."""
+def _penalty(tokens: ResponseTokens) -> torch.Tensor:
+    """Each token's KL in the reward, of the present policy from the reference: [M]. The sampler's own log-probs would
+    leave out how far the policy has moved since."""
     assert tokens.proximal_logprobs is not None and tokens.ref_logprobs is not None
-    return tokens.proximal_logprobs, tokens.ref_logprobs
+    with torch.no_grad():
+        return kl_estimate(tokens.proximal_logprobs, tokens.ref_logprobs, tokens.loss_mask, estimator="k1")
 
 
 def _token_rewards(tokens: ResponseTokens, config: AlgorithmConfig) -> torch.Tensor:
@@ -85,9 +95,7 @@ def _token_rewards(tokens: ResponseTokens, config: AlgorithmConfig) -> torch.Ten
     else:
         cut = tokens.truncated & (config.truncated == "bootstrap")
         rewards = terminal_rewards(tokens.rewards.masked_fill(cut, 0.0), tokens.loss_mask, tokens.sequence_ids)
-    if config.kl != "reward":
-        return rewards
-    return kl_token_rewards(rewards, *_penalised(tokens), tokens.loss_mask, beta=config.beta)
+    return rewards - config.beta * _penalty(tokens) if config.kl == "reward" else rewards
 
 
 def _critic_advantages(tokens: ResponseTokens, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,11 +171,8 @@ def needs_policy(config: AlgorithmConfig) -> bool:
 
 def sequence_ess_fraction(tokens: ResponseTokens, proximal: torch.Tensor, peers: Peers) -> float:
     """ESS of the step's sequences over their number, from the products of prox / mu, on all ranks and not cut."""
-    mask, ids, count = tokens.loss_mask, tokens.sequence_ids, len(tokens.rewards)
-    products = segment_sum(masked_values(proximal - tokens.behavior_logprobs, mask).double(), ids, count)
-    present = segment_sum(mask.long(), ids, count) > 0
-    found = {"fraction": EffectiveSize.over(products, present, share=True)}
-    return float(together(all_gather(found, peers))["fraction"])
+    found = weight_diagnostics(proximal - tokens.behavior_logprobs, tokens.loss_mask, tokens.sequence_ids)
+    return float(together(all_gather(found, peers))["sequence_ess_fraction"])
 
 
 @torch.no_grad()

@@ -16,13 +16,27 @@ from torch import Tensor
 
 from asyncrlhf.algorithms.aggregate import normaliser_count
 from asyncrlhf.algorithms.coefficients import Coefficient, band, cap, clip, dprob, gamma, geoclip, one, signed, soft
-from asyncrlhf.algorithms.gates import m2_gate, opsm_gate, sat_gate
+from asyncrlhf.algorithms.gates import binary_kl_gate, m2_gate, opsm_gate, sat_gate
 from asyncrlhf.algorithms.losses import PolicyLoss, policy_loss
 from asyncrlhf.algorithms.weights import behavior_weight, interpolated_proximal, log_ratio, target_anchor
 from tests import reference
 from tests.reference import Batch
 from tests.unit.algorithms.batches import RaggedBatch
-from tests.unit.algorithms.gains import GAE, GIVEN, LOO, MEAN, NORM, OPOB, RAW, SHARE, SHIFTED, WHITENED, Gain, vtrace
+from tests.unit.algorithms.gains import (
+    CENTRED,
+    GAE,
+    GIVEN,
+    LOO,
+    MEAN,
+    NORM,
+    OPOB,
+    RAW,
+    SHARE,
+    SHIFTED,
+    WHITENED,
+    Gain,
+    vtrace,
+)
 
 LENGTH = 11.0
 IMPACT_CAP = 1.3  # mu is above 1.3 times the target on many tokens of these batches, and above twice on some
@@ -166,6 +180,12 @@ def _opsm(b: RaggedBatch, theta: Batch, adv: Batch) -> float:
     return reference.token_mean(reference.weighted(losses, keep))
 
 
+def _flash(b: RaggedBatch, theta: Batch, adv: Batch) -> float:
+    mu = b.split(b.mu)
+    keep = reference.binary_kl_keep(b.split(b.theta), mu, 0.04)
+    return reference.sequence_mean_of_token_means(reference.kept_surrogate(theta, mu, adv, keep))
+
+
 def _impact(b: RaggedBatch, theta: Batch, adv: Batch) -> float:
     losses = reference.impact_tokens(theta, b.split(b.target), b.split(b.mu), adv, (0.2, 0.3), IMPACT_CAP)
     return reference.token_mean(losses)
@@ -189,6 +209,10 @@ def _sat_gate(b: RaggedBatch, adv: Tensor) -> Tensor:
 
 def _opsm_gate(b: RaggedBatch, adv: Tensor) -> Tensor:
     return opsm_gate(torch.from_numpy(b.theta), torch.from_numpy(b.mu), adv, *b.tensors(), delta=0.05)
+
+
+def _binary_kl_gate(b: RaggedBatch, adv: Tensor) -> Tensor:
+    return binary_kl_gate(torch.from_numpy(b.theta), torch.from_numpy(b.mu), adv, *b.tensors(), delta=0.04)
 
 
 SEQUENCE_MEAN, SEQUENCE_SUM = reference.sequence_mean_of_token_means, reference.sequence_mean_of_token_sums
@@ -243,6 +267,9 @@ PRESETS = {
     "dppo": Case(_detached(reference.dppo_tokens, "mu", 0.02, 0.03, 1.6), dprob(0.02, 0.03, 1.6), NORM, anchor="mu"),
     "m2po": Case(_m2po, cap(0.0, 1e9), NORM, anchor="mu", gate=_m2_gate),
     "sat": Case(_sat, CLIP, NORM, anchor="mu", gate=_sat_gate),
+    "flash_reinforce": Case(
+        _flash, cap(0.0, 1e9), CENTRED, aggregate="seq_mean", anchor="mu", gate=_binary_kl_gate
+    ),
     "vcpo": Case(
         _reinforce(SEQUENCE_MEAN, PROD_8), one(), OPOB, aggregate="seq_mean", anchor=None,
         correction={"level": "prod", "high": 1.5},

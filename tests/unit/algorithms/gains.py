@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrlhf.algorithms import advantages
-from asyncrlhf.algorithms.masked import masked_values, segment_sum, whiten
+from asyncrlhf.algorithms.masked import masked_values, moments, segment_sum, whiten
 from tests import reference
 from tests.reference import Batch
 from tests.unit.algorithms.batches import RaggedBatch
@@ -100,6 +100,12 @@ def _opob_paper(b: RaggedBatch) -> Batch:
     return _on_tokens(b, found)
 
 
+def _centred(b: RaggedBatch) -> Tensor:
+    rewards = torch.from_numpy(b.rewards)
+    total = moments(rewards, torch.ones(len(rewards), dtype=torch.bool))
+    return advantages.broadcast(advantages.batch_mean(rewards, total), b.tensors()[1])
+
+
 def _whitened(b: RaggedBatch) -> Tensor:
     mask, ids = b.tensors()
     return whiten(advantages.broadcast(torch.from_numpy(b.rewards), ids), mask)
@@ -119,3 +125,4 @@ SHIFTED = _grouped(advantages.group_mean, lambda r: r - (r.mean() - 0.1), shift=
 NORM = _grouped(advantages.group_norm, lambda r: reference.grpo_advantages(r, 1e-4), eps=1e-4)
 SHARE = _grouped(advantages.mean_norm, reference.maxrl_advantages)
 GAE, WHITENED, OPOB = Gain(_gae, _gae_paper), Gain(_whitened, _whitened_paper), Gain(_opob, _opob_paper)
+CENTRED = Gain(_centred, lambda b: _on_tokens(b, b.rewards - b.rewards.mean()))

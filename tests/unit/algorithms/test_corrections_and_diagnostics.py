@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from asyncrlhf.algorithms import diagnostics
 from asyncrlhf.algorithms.aggregate import normaliser_count
-from asyncrlhf.algorithms.kl import kl_estimate, kl_loss, kl_sequence_rewards, kl_token_rewards
+from asyncrlhf.algorithms.kl import kl_estimate, kl_loss
 from asyncrlhf.algorithms.losses import value_loss
 from asyncrlhf.algorithms.masked import masked_mean
 from asyncrlhf.algorithms.statistics import BIN, EffectiveSize, Largest, Mean, Percentile, Spread, Statistic, together
@@ -83,25 +83,15 @@ def test_the_interpolated_proximal_policy_goes_from_mu_towards_theta_with_the_la
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_kl_estimates_and_penalties(estimator: str) -> None:
+def test_kl_estimates(estimator: str) -> None:
     batch = ragged_batch(21)
-    mask, ids = batch.tensors()
+    mask = batch.tensors()[0]
     policy, ref = torch.from_numpy(batch.prox), torch.from_numpy(batch.ref)
     paper = getattr(reference, estimator)
     expected = [paper(p, r) for p, r in zip(batch.split(batch.prox), batch.split(batch.ref), strict=True)]
     found = kl_estimate(policy, ref, mask, estimator=estimator).numpy()
     assert_close(found[batch.mask], np.concatenate(expected))
     assert not found[~batch.mask].any()
-
-    if estimator != "k1":
-        return
-    rewards = torch.from_numpy(batch.rewards)
-    penalised = kl_sequence_rewards(rewards, policy, ref, mask, ids, beta=0.3).numpy()
-    totals = np.zeros(batch.num_sequences)
-    totals[batch.trained] = [s.sum() for s in expected]
-    assert_close(penalised, batch.rewards - 0.3 * totals)
-    tokens = kl_token_rewards(torch.ones(len(mask)).double(), policy, ref, mask, beta=0.3).numpy()
-    assert_close(tokens[batch.mask], 1 - 0.3 * np.concatenate(expected))
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)

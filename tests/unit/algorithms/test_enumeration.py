@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from asyncrlhf.algorithms.advantages import batch_mean
 from asyncrlhf.algorithms.coefficients import cap, clip, one, signed
+from asyncrlhf.algorithms.gates import binary_kl_gate
 from asyncrlhf.algorithms.kl import kl_estimate, kl_loss
 from asyncrlhf.algorithms.losses import policy_loss
+from asyncrlhf.algorithms.masked import moments
 from asyncrlhf.algorithms.weights import behavior_weight
 from tests.numeric import assert_close
 
@@ -132,6 +135,30 @@ def test_a_baseline_is_free_only_under_uncut_weights() -> None:
             assert_same(moved, found)
         else:
             assert error(moved, found) > 0.01, name
+
+
+@pytest.mark.parametrize("sampler", [PI, MU])
+def test_the_mean_of_a_batch_takes_a_share_of_one_rollout(sampler: TwoTokenPolicy) -> None:
+    """A rollout's own reward is in the mean: batches of B give 1 - 1 / B of the gradient, exactly under uncut weights
+    of whole answers; a gate of sequences is biased."""
+
+    def expected(delta: float) -> Tensor:
+        mask, ids, total = torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1]), torch.zeros(())
+        policy, behavior = PI.token_logprobs().view(-1, 2), sampler.token_logprobs().detach().view(-1, 2)
+        chances = sampler.sequence_probs().detach()
+        for pair in torch.cartesian_prod(torch.arange(V * V), torch.arange(V * V)):
+            rewards = REWARDS[pair]
+            gains = batch_mean(rewards, moments(rewards, mask[:2]))[ids]
+            theta, mu = policy[pair].flatten(), behavior[pair].flatten()
+            loss = policy_loss(
+                theta, mu, gains, mask, ids, coefficient=cap(0.0, INF), level="prod", aggregate="seq_sum",
+                normaliser=2.0, gate=binary_kl_gate(theta, mu, gains, mask, ids, delta=delta),
+            ).loss  # fmt: skip
+            total = total + chances[pair].prod() * loss
+        return grad(total)
+
+    assert_same(expected(INF), true_gradient(REWARDS) / 2)
+    assert (error(expected(0.05), true_gradient(REWARDS) / 2) > 0.05) == (sampler is MU)
 
 
 # One token: the KL of a categorical policy to a reference, from samples of mu.

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrlhf.algorithms.gates import m2_gate, opsm_gate, sat_gate
+from asyncrlhf.algorithms.gates import SEQUENCE_GATES, binary_kl_gate, m2_gate, opsm_gate, sat_gate
 from tests import reference
 from tests.unit.algorithms.batches import ragged_batch
 
@@ -100,12 +100,47 @@ def test_opsm_drops_negative_sequences_that_drifted(seed: int) -> None:
     np.testing.assert_array_equal(keep.numpy()[batch.mask], np.concatenate(expected) > 0)
 
 
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(seed=SEEDS, delta=st.sampled_from([0.0, 0.01, 0.05]))
+def test_binary_kl_drops_whole_sequences_of_either_sign(seed: int, delta: float) -> None:
+    """And each for itself: alone in the batch it meets the same fate."""
+    batch = ragged_batch(seed)
+    mask, ids = batch.tensors()
+    policies = (torch.from_numpy(batch.theta), torch.from_numpy(batch.mu))
+    keep = binary_kl_gate(*policies, torch.from_numpy(batch.token_advantages), mask, ids, delta=delta).numpy()
+    expected = reference.binary_kl_keep(batch.split(batch.theta), batch.split(batch.mu), delta)
+    np.testing.assert_array_equal(keep[batch.mask], np.concatenate(expected) > 0)
+    for sequence in batch.trained:
+        own = ids == sequence
+        alone = (x[own] for x in (*policies, policies[0], mask, torch.zeros_like(ids)))
+        np.testing.assert_array_equal(binary_kl_gate(*alone, delta=delta).numpy(), keep[own.numpy()])
+
+
+def test_binary_kl_is_that_of_the_sampler_to_the_policy() -> None:
+    """By hand: mu 1/2 and pi 1/4 give log(4 / 3) / 2 = 0.1438; the other way round it is 0.1308."""
+    half, quarter = (torch.full((2,), p, dtype=torch.float64).log() for p in (0.5, 0.25))
+    mask, ids, gains = torch.ones(2, dtype=torch.bool), torch.zeros(2).long(), torch.tensor([1.0, -1.0])
+    assert binary_kl_gate(quarter, half, gains, mask, ids, delta=0.1439).all()
+    assert not binary_kl_gate(quarter, half, gains, mask, ids, delta=0.1437).any()
+    assert binary_kl_gate(half, quarter, gains, mask, ids, delta=0.1309).all()
+    assert not binary_kl_gate(half, quarter, gains, mask, ids, delta=0.1307).any()
+
+
+def test_binary_kl_at_certainty_is_finite_and_sees_no_rounding() -> None:
+    """A log-prob that rounds to 0, or above it, is that of a certain token: no drift from one of -1e-7. One that the
+    policy holds impossible is infinitely far."""
+    mask, ids, gains = torch.ones(3, dtype=torch.bool), torch.arange(3), torch.zeros(3)
+    mu, pi = torch.tensor([0.0, -1e-7, -0.7]), torch.tensor([1e-7, 0.0, -torch.inf])
+    assert binary_kl_gate(pi, mu, gains, mask, ids, delta=1e-6).tolist() == [True, True, False]
+
+
 @pytest.mark.parametrize("size", [0, 3])
 def test_gates_of_an_empty_mask(size: int) -> None:
     x, mask, ids = torch.full((size,), float("nan")), torch.zeros(size, dtype=torch.bool), torch.zeros(size).long()
     assert len(m2_gate(x, x, mask, threshold=0.04)) == size
     assert len(sat_gate(x, x, mask, quantile=0.9, eps_low=0.2, eps_high=0.2)) == size
-    assert len(opsm_gate(x, x, x, mask, ids, delta=0.1)) == size
+    for gate in SEQUENCE_GATES.values():
+        assert len(gate(x, x, x, mask, ids, delta=0.1)) == size
 
 
 def test_gates_leave_an_on_policy_batch_alone() -> None:
@@ -113,4 +148,5 @@ def test_gates_leave_an_on_policy_batch_alone() -> None:
     advantages = torch.tensor([1.0, -1.0, 0.0, 2.0, -2.0, 0.5])
     assert m2_gate(still, advantages, mask, threshold=0.04).all()
     assert sat_gate(still, advantages, mask, quantile=0.9, eps_low=0.2, eps_high=0.2).all()
-    assert opsm_gate(still, still, advantages, mask, ids, delta=0.0).all()
+    for gate in SEQUENCE_GATES.values():
+        assert gate(still, still, advantages, mask, ids, delta=0.0).all()

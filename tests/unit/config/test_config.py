@@ -97,6 +97,12 @@ NONSENSE = [
         "buffer.filter_zero_spread=true algorithm.kl=reward algorithm.beta=1",
         ["buffer.filter_zero_spread=true compares scores alone", "allowed: filter_zero_spread=false, or kl=loss."],
     ),
+    (
+        "buffer.filter_zero_spread=true algorithm=flash_reinforce",
+        ["filter_zero_spread=true compares siblings", "allowed: filter_zero_spread=false, or advantage=group_mean."],
+    ),
+    ("algorithm=flash_reinforce num_generations=1 batch_size=1", ["batch_size=1", "batch_mean", "allowed: >= 2."]),
+    ("async.over_stale=mask algorithm=flash_reinforce", ["async.over_stale=mask", "algorithm.gate=binary_kl"]),
     *((f"algorithm=maxrl {given}", [f"{given} brings rewards below 0", "allowed: without it, or another advantage."])
       for given in ("reward.normalize=batch", "reward.missing_eos_penalty=0.5", "reward.overlong_buffer=4")),
     ("learner.ranks=2 runtime=local", ["runtime=local", "learner.ranks=2"]),

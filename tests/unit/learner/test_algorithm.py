@@ -45,6 +45,10 @@ REFUSED = [
     ({"advantage": "opob"}, "weighs whole sequences"),
     (MU | {"advantage": "opob"}, "weighs whole sequences"),
     ({"advantage": "opob", "correction": "none", "whiten": True}, "whiten moves the baseline"),
+    ({"advantage": "batch_mean", "whiten": True}, "allowed: whiten=false, or advantage=raw"),
+    ({"advantage": "batch_mean", "credit": "turn"}, "advantage=batch_mean has one advantage for a whole sequence"),
+    ({"off_policy_mask_threshold": 0.005}, "allowed: algorithm.gate=opsm or binary_kl"),
+    (REGRESS | {"gate": "binary_kl"}, "gate=binary_kl has no place"),
     (MU | {"advantage": "vtrace"}, "counts it twice"),
     (REGRESS | {"advantage": "gae"}, "advantage=gae has no place in algorithm.head=regress"),
     (PAIR | {"advantage": "vtrace"}, "advantage=vtrace has no place in algorithm.head=pair"),
@@ -94,6 +98,8 @@ def test_wrong_combinations_are_refused_in_one_sentence(settings: dict[str, obje
         {"advantage": "vtrace", "anchor": "ema", "ema_decay": 0.9},
         {"kl": "loss", "beta": 0.1, "kl_target": "mu"},
         {"gate": "opsm"},
+        {"gate": "binary_kl"},
+        {"advantage": "batch_mean"},
         {"coef": "geoclip", "aggregate": "seq_mean", "whiten": True},
         {"ratio_bound": 0.0},
         {"loss": LossConfig("package.module:function"), "anchor": "self"},
@@ -129,4 +135,5 @@ def test_a_preset_opens_with_what_it_needs(path: Path) -> None:
 def test_one_rollout_a_prompt_has_nothing_to_be_compared_with(preset: str) -> None:
     with pytest.raises(ConfigError, match=f"num_generations=1 with algorithm={preset} .* allowed: >= 2"):
         load_config([f"algorithm={preset}", "num_generations=1"])
-    load_config(["algorithm=sao", "num_generations=1"])
+    for alone in ("sao", "flash_reinforce"):
+        load_config([f"algorithm={alone}", "num_generations=1"])

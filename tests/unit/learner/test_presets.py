@@ -208,6 +208,7 @@ def advantage_rule(a: AlgorithmConfig) -> Advantage:
         "group_mean": by_group(lambda r: r - (r.mean() + a.advantage_shift)),
         "loo": by_group(lambda r: r - (r.sum() - r) / (len(r) - 1)),
         "mean_norm": by_group(lambda r: r / r.mean() - 1 if r.mean() > 0 else 0 * r),
+        "batch_mean": lambda batch, algorithm, norms: batch.rewards - batch.rewards.mean(dtype=np.float64),
         "opob": least_variance,
     }.get(a.advantage, lambda batch, algorithm, norms: batch.rewards.astype(np.float64))
 
