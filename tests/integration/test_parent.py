@@ -98,29 +98,27 @@ def started(folder: Path, *words: str):  # type: ignore[no-untyped-def]
     ("number", "word"), [(signal.SIGSEGV, "crashed (SIGSEGV)"), (signal.SIGKILL, "was killed (SIGKILL)")]
 )
 def test_a_process_that_dies_is_spoken_for(number: signal.Signals, word: str, tmp_path: Path) -> None:
-    with started(tmp_path, *LOCAL, "steps=100000") as command:
-        os.kill(command.until(12).pid, number)
+    """What it left is ended, too, even a process of a session of its own, whose parent is gone."""
+    leaves = number == signal.SIGKILL
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    more = ("algorithm.loss.target=leaves:loss",) if leaves else ()
+    with started(tmp_path, *LOCAL, "steps=100000", *more) as command:
+        own = command.until(12)
+        if leaves:
+            wait_for((tmp_path / "left").exists, "process that was left")
+            left = int((tmp_path / "left").read_text())
+            assert lives(left)
+        os.kill(own.pid, number)
         code, said = command.end()
         assert code == 128 + number and len(said) == 1, said
         assert (
             said[0].startswith(f"asyncrlhf: the run's process {word}.") and "checkpoint.resume=auto goes on" in said[0]
         )
+        assert "Processes that it left were ended (" in said[0] or not leaves
         assert command.reason == f"failed: the run's process {word}."
         assert not (command.run_dir / "status.json").exists() and verify(command.run_dir) == []
-
-
-def test_what_the_process_left_is_ended_even_what_left_its_session(tmp_path: Path) -> None:
-    """A process of a session of its own, whose parent is gone."""
-    (tmp_path / "leaves.py").write_text(LEAVES)
-    with started(tmp_path, *LOCAL, "steps=100000", "algorithm.loss.target=leaves:loss") as command:
-        own = command.until(1)
-        wait_for((tmp_path / "left").exists, "process that was left")
-        left = int((tmp_path / "left").read_text())
-        assert lives(left)
-        own.kill()
-        _, said = command.end()
-        assert "Processes that it left were ended (" in said[0]
-        wait_for(lambda: not lives(left), "end of the process that was left")
+        if leaves:
+            wait_for(lambda: not lives(left), "end of the process that was left")
 
 
 LEAVES = """
@@ -138,17 +136,17 @@ def loss(tokens):
 
 
 def test_a_run_goes_on_by_itself(tmp_path: Path) -> None:
-    with started(tmp_path, *LOCAL, "steps=40", "restarts=1") as command:
-        for step in (8, 20, 30):  # a budget of one that each attempt's steps refill
+    with started(tmp_path, *LOCAL, "steps=30", "restarts=1") as command:
+        for step in (8, 20):  # a budget of one that each attempt's steps refill
             os.kill(command.until(step).pid, signal.SIGKILL)
             wait_for(lambda: not (command.run_dir / "status.json").exists(), "sentence of the parent")
         code, said = command.end()
         assert code == 0 and command.reason == "done", said
-        assert sum("the next attempt begins in 1 s" in sentence for sentence in said) == 3
-        assert command.steps() == 40
+        assert sum("the next attempt begins in 1 s" in sentence for sentence in said) == 2
+        assert command.steps() == 30
         assert verify(command.run_dir) == []
         page = build_report([command.run_dir]).read_text()
-        assert "<h3>Attempts</h3>" in page and page.count("failed: the run&#39;s process was killed (SIGKILL).") == 3
+        assert "<h3>Attempts</h3>" in page and page.count("failed: the run&#39;s process was killed (SIGKILL).") == 2
 
 
 def test_an_attempt_that_dies_before_it_has_read_its_settings_is_one_too(tmp_path: Path) -> None:
@@ -185,14 +183,12 @@ def loss(tokens):
 """
 
 
-@pytest.mark.parametrize("way", ["parent", "group", "own"])
-def test_one_signal_ends_in_order_whoever_gets_it(way: str, tmp_path: Path) -> None:
-    """A scheduler signals the whole group: the run must not take what the parent passes on for a second signal."""
+def test_a_signal_to_the_whole_group_ends_in_order(tmp_path: Path) -> None:
+    """As a scheduler sends it: the run must not take what the parent passes on for a second signal. To one process
+    alone: test_notices.py."""
     with started(tmp_path, *LOCAL, "steps=100000", "restarts=3") as command:
-        own = command.until(6)
-        pid = command.process.pid
-        {"parent": lambda: os.kill(pid, signal.SIGTERM), "group": lambda: os.killpg(pid, signal.SIGTERM),
-         "own": lambda: os.kill(own.pid, signal.SIGTERM)}[way]()  # fmt: skip
+        command.until(6)
+        os.killpg(command.process.pid, signal.SIGTERM)
         code, said = command.end()
         assert code == 128 + signal.SIGTERM and command.reason == "interrupted", said
         newest = max(int(path.name.rpartition("-")[2]) for path in command.run_dir.glob("checkpoints/step-*"))
@@ -296,6 +292,49 @@ def test_a_script_of_the_python_api_is_spoken_for_too(end: str, tmp_path: Path) 
 def test_the_python_api_does_not_start_its_own_process_again(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="restarts=2 starts the run's process again, which here is yours; allowed: 0"):
         asyncrlhf.train(run_dir=tmp_path / "run", restarts=2)
+
+
+# A run on a cluster: it makes steps and dies with it, and then finds it without some of its nodes so many times.
+ON_A_CLUSTER = """
+import json, os, signal, sys
+from pathlib import Path
+from asyncrlhf import last_words
+from asyncrlhf.cli import parent
+
+parent.LONGEST_BACKOFF = 0.05
+folder, address, made, refusals = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+
+def command(further):
+    with (folder / "attempts").open("a") as file:
+        print(*further, file=file)
+    before = len((folder / "attempts").read_text().splitlines()) - 1
+    last_words.tell(run_dir=str(folder), restarts=3, cluster=address)
+    if not before:
+        (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": 1 + i}) + "\\n" for i in range(made)))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return parent.REFUSED if before <= refusals else 0
+
+sys.exit(parent.above(command, 3))
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "refusals", "code", "attempts"),
+    [(5, 2, 0, 4), (5, 9, parent.REFUSED, 4), (0, 9, parent.REFUSED, 2)],
+    ids=["the nodes return", "they do not", "it never had them"],
+)
+def test_a_cluster_whose_nodes_are_not_all_back_is_tried_again(
+    made: int, refusals: int, code: int, attempts: int, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as cluster:
+        address = f"127.0.0.1:{cluster.getsockname()[1]}"
+        words = [sys.executable, "-c", ON_A_CLUSTER, str(tmp_path), address, str(made), str(refusals)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert ended.returncode == code, ended.stderr
+    tried = (tmp_path / "attempts").read_text().splitlines()
+    assert tried == ["", *[f"checkpoint.resume=auto run_dir={tmp_path}"] * (attempts - 1)]
+    assert ("restarts=3 are spent" in ended.stderr) == (attempts == 4 and code != 0)
 
 
 @pytest.mark.thorough
