@@ -78,8 +78,7 @@ def mean_norm(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 def batch_mean(rewards: Tensor, total: Tensor) -> Tensor:
     """A = R - the batch's mean: [N] (FlashREINFORCE). ``total`` [3]: the rewards' ``moments``, over all ranks."""
-    # The mean is rounded as the rewards are, so that equal ones give exactly zero.
-    return rewards.detach() - (total[1] / total[0].clamp(min=1)).to(rewards.dtype)
+    return (rewards.detach().double() - total[1] / total[0].clamp(min=1)).to(rewards.dtype)
 
 
 def vstar(rewards: Tensor, group_ids: Tensor, *, beta: float) -> Tensor:

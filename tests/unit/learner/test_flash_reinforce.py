@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrlhf.algorithms.masked import moments
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
+from asyncrlhf.learner.step.plan import plan_step
+from asyncrlhf.learner.step.targets import set_targets
 from asyncrlhf.types import TrainBatch
 from tests import reference
 from tests.numeric import assert_close
 from tests.unit.learner.test_presets import model_logprobs, preset, spans, stale_batch, step
-from tests.unit.learner.worlds import assert_same, backend, llama, plain_logprobs, random_batch
+from tests.unit.learner.worlds import assert_same, backend, llama, plain_logprobs, random_batch, share
 
 FLASH = preset("flash_reinforce")
 
@@ -93,6 +96,16 @@ def test_a_rollout_without_a_trained_token_counts_in_the_mean() -> None:
     assert metrics["negative_advantage_fraction"] == 1.0
 
 
+def test_the_mean_is_that_of_all_ranks() -> None:
+    """What the ranks exchange is the count and the sums of their rewards."""
+    batch = alone(stale_batch(groups=3))
+    ranks = [plan_step(share(batch, rank, 2), FLASH, 10_000, torch.device("cpu")).host for rank in range(2)]
+    totals = sum(moments(rank.rewards, torch.ones(len(rank.rewards), dtype=torch.bool)) for rank in ranks)
+    for rank in ranks:
+        set_targets(rank, FLASH, lambda mine: totals)
+        assert_close(rank.advantages, (rank.rewards - batch.rewards.mean())[rank.sequence_ids], atol=1e-6)
+
+
 def test_fresh_samples_give_reinforce_with_the_mean_of_the_batch() -> None:
     batch = alone(random_batch(4, 3, seed=8))
     batch.behavior_logprobs[batch.response_mask] = model_logprobs(batch)
@@ -110,8 +123,8 @@ def test_a_batch_of_nothing_but_dropped_sequences_trains_nothing(name: str) -> N
     trained = backend(preset(name), max_completion_length=9)
     before = {key: tensor.clone() for key, tensor in trained.parameters().items()}
     result = trained.train_step(batch)
-    share = "clip_fraction" if name == "flash_reinforce" else "clip_fraction_negative"
-    assert result.metrics[share] == 1.0 and not result.skipped and np.isfinite(list(result.metrics.values())).all()
+    clipped = "clip_fraction" if name == "flash_reinforce" else "clip_fraction_negative"
+    assert result.metrics[clipped] == 1.0 and not result.skipped and np.isfinite(list(result.metrics.values())).all()
     if name == "flash_reinforce":
         assert result.metrics["grad_norm"] == result.metrics["loss"] == 0.0
         assert all(torch.equal(before[key], tensor) for key, tensor in trained.parameters().items())
