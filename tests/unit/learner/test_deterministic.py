@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.utils import deterministic as uninitialized
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from asyncrlhf.actors import model_annotators
 from asyncrlhf.actors.model_annotators import ReferenceSpec, ReferenceWorker
@@ -26,7 +25,7 @@ from asyncrlhf.learner.step.companions import RolloutPasses
 from asyncrlhf.learner.step.user_loss import LossInputs
 from asyncrlhf.learner.torch_backend import TorchBackend
 from tests.loop import FAKE, run
-from tests.pretended_gpu import CardTensor, learner_on_gpu
+from tests.pretended_gpu import CardTensor, Counts, learner_on_gpu
 from tests.unit.learner.test_presets import LONGEST, PRESETS, preset, stale_batch
 from tests.unit.learner.worlds import backend, llama
 
@@ -91,7 +90,10 @@ class Refused(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, _, overload = func.__name__.partition(".")
-        if any(isinstance(given, self._kind) for given in tree_leaves((args, kwargs))):
+        flat = [
+            given for x in (*args, *(kwargs or {}).values()) for given in (x if isinstance(x, list | tuple) else [x])
+        ]
+        if any(isinstance(given, self._kind) for given in flat):
             self.seen.add(name)
             if is_refused(name, overload, args, kwargs or {}):
                 self.found.add(name)
@@ -132,30 +134,35 @@ LEARNERS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def called_on_a_gpu(algorithm: AlgorithmConfig, learner: dict[str, Any]) -> set[str]:
-    """What a step calls there; none of it is refused."""
+def called_on_a_gpu(algorithm: AlgorithmConfig, learner: dict[str, Any]) -> tuple[set[str], Counts]:
+    """What a step of some microbatches calls there, of which nothing is refused; and the counts of a second step."""
 
     config = LearnerConfig(**({"learning_rate": 1e-3, "token_budget": 40, "gpus": 1} | learner))
     models = [llama(seed).to("meta") for seed in (0, 5)[: 1 + algorithm.needs_reference]]
-    given, of = stale_batch(flat_groups=1), {"max_completion_length": LONGEST}
-    learner_on = learner_on_gpu(models, algorithm, config, **of)
-    with deterministic(True), learner_on as (_, trained), Refused(CardTensor) as recorder:
+    given, of = stale_batch(groups=4, flat_groups=1), {"max_completion_length": LONGEST}
+    with learner_on_gpu(models, algorithm, config, **of) as (gpu, trained):
+        with deterministic(True), Refused(CardTensor) as recorder:
+            trained.train_step(given)
+        counts = gpu.fresh()
         trained.train_step(given)
     assert not recorder.found and recorder.seen >= {"mm", "embedding_dense_backward", "scatter_add_"}
-    return recorder.seen
+    return recorder.seen, counts
 
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.more_but("m2po", "ppo", "vcpo")
-def test_no_preset_needs_what_torch_refuses_on_a_gpu(name: str) -> None:
-    called_on_a_gpu(preset(name), {})
+def test_no_preset_needs_what_torch_refuses_on_a_gpu_or_has_the_host_wait_for_each_microbatch(name: str) -> None:
+    algorithm = preset(name)
+    _, counts = called_on_a_gpu(algorithm, {})
+    updates = algorithm.num_iterations * algorithm.minibatches
+    assert counts.waits <= 2 * updates + (algorithm.lr != "none"), counts.syncs  # that rate is known from the ESS
 
 
 @pytest.mark.parametrize("name", LEARNERS)
 @pytest.mark.more_but("bfloat16")
 def test_nor_does_another_learner(name: str) -> None:
     learner, shown = LEARNERS[name]
-    assert shown in called_on_a_gpu(AlgorithmConfig(), learner)
+    assert shown in called_on_a_gpu(AlgorithmConfig(), learner)[0]
 
 
 def test_nor_does_muon() -> None:
