@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from asyncrlhf.planner.shapes import Cluster, Link, ModelShape
 
+RELAY_GAIN = 0.8  # a relay has to be faster than this share of a broadcast's time: its copies in host memory cost, too
+
 
 @dataclass(frozen=True)
 class Coefficients:
@@ -60,9 +62,9 @@ def gloo_tree(link: Link, receivers: int, size: float) -> float:
     return math.ceil(math.log2(receivers + 1)) * (link.latency + size / link.bandwidth)
 
 
-def one_by_one(link: Link, receivers: int, size: float) -> float:
-    """Seconds of a transfer to each receiver after the other: vLLM's workers without ``weights.transport=relay``."""
-    return receivers * (link.latency + size / link.bandwidth)
+def one_by_one(groups: int, each: float) -> float:
+    """Seconds of a transfer to each group after the other: vLLM's workers without ``weights.transport=relay``."""
+    return groups * each
 
 
 def relay(link: Link, machines: int, size: float, piece: float = 2**20) -> float:
@@ -73,7 +75,8 @@ def relay(link: Link, machines: int, size: float, piece: float = 2**20) -> float
 @dataclass(frozen=True)
 class CostModel:
     """Seconds of a generator replica of ``tensor`` x ``pipeline`` devices, of a learner of ``ranks`` in ``layout``
-    (memory.LEARNER's names) with ``parts`` ranks per copy of the layers, and of publishing between them."""
+    (memory.LEARNER's names) with ``parts`` ranks per copy of the layers, and of publishing between them by
+    ``transport`` (``weights.transport``; auto: a relay where it is faster by more than its doubt)."""
 
     shape: ModelShape
     cluster: Cluster
@@ -84,6 +87,7 @@ class CostModel:
     checkpointing: bool = True
     replicas: int = 1
     parts: int = 1
+    transport: str = "auto"
     fitted: Coefficients = field(default_factory=Coefficients)
 
     def decode(self, running: int, context: float) -> float:
@@ -133,9 +137,27 @@ class CostModel:
     @property
     def transfer(self) -> float:
         """Seconds to send the weights to all replicas, concurrently with the next step."""
-        receivers = 1 + self.replicas * self.tensor * self.pipeline
-        link = self.cluster.inter if receivers > self.cluster.per_node else self.cluster.intra
-        return broadcast(link, receivers, 2.0 * self.shape.parameters)
+        return self._transfers["relay" if self.relayed else "collective"]
+
+    @property
+    def relayed(self) -> bool:
+        """Whether a relay sends the weights."""
+        by = self._transfers
+        return self.transport == "relay" or (self.transport == "auto" and by["relay"] < RELAY_GAIN * by["collective"])
+
+    @property
+    def _transfers(self) -> dict[str, float]:
+        """One broadcast serves all replicas of one worker; each of the others has a group of its workers, and they are
+        sent to one after the other. A relay goes by way of host memory, also within a machine."""
+        size, workers = 2.0 * self.shape.parameters, self.tensor * self.pipeline
+        receivers = self.replicas * workers
+        link = self.cluster.inter if 1 + receivers > self.cluster.per_node else self.cluster.intra
+        groups, members = (self.replicas, workers) if workers > 1 else (1, self.replicas)
+        machines = math.ceil(receivers / self.cluster.per_node)
+        return {
+            "collective": one_by_one(groups, broadcast(link, 1 + members, size)),
+            "relay": relay(self.cluster.inter, machines, size),
+        }
 
     @property
     def load(self) -> float:

@@ -30,6 +30,7 @@ class Subject:
         base: the layout under which they were measured.
         kinds: models that the algorithm needs beside the policy: ``reference``, ``critic``.
         token_budget: packed tokens per pass of the learner.
+        transport: ``weights.transport``.
     """
 
     shape: ModelShape
@@ -41,6 +42,7 @@ class Subject:
     kinds: tuple[str, ...] = ()
     token_budget: int = 4096
     dtype: str = "bfloat16"
+    transport: str = "auto"
 
     def extrapolated(self, layout: Layout) -> list[str]:
         """The costs that were not measured at this layout's size, of ``decode`` and ``train``."""
@@ -120,6 +122,10 @@ class CatalogueCosts:
         return self.generators.transfer
 
     @property
+    def relayed(self) -> bool:
+        return self.generators.relayed
+
+    @property
     def load(self) -> float:
         return self.generators.load
 
@@ -145,6 +151,7 @@ def costs_of(layout: Layout, subject: Subject) -> Any:
     model = CostModel(
         subject.shape, subject.clusters[layout.generators_on], layout.tensor, layout.pipeline, layout.ranks,
         layout.sharding, layout.checkpointing, layout.replicas, layout.parts,
+        "collective" if layout.placement == "flatten" and subject.transport == "auto" else subject.transport,
     )  # fmt: skip
     learner, asks = replace(model, cluster=subject.clusters[layout.learner_on]), len(subject.kinds)
     trains = 1 + ("critic" in subject.kinds)

@@ -62,7 +62,9 @@ class Task:
     cores: int = 1
 
     def overrides(self, layout: Layout) -> list[str]:
-        return [*overrides(layout, gpus=self.gpus, kinds=self.subject.kinds), *node_labels(layout, self.subject)]
+        said = [*overrides(layout, gpus=self.gpus, kinds=self.subject.kinds), *node_labels(layout, self.subject)]
+        relayed = self.subject.measured is None and costs_of(layout, self.subject).relayed
+        return [*said, "weights.transport=relay"] if relayed else said
 
 
 def task_of(
@@ -110,6 +112,7 @@ def task_of(
         tuple(kind for kind in ("reference", "critic") if getattr(config.algorithm, f"needs_{kind}")),
         config.learner.token_budget,
         "float32" if known.costs is not None and config.learner.mixed_precision == "none" else "bfloat16",
+        config.weights.transport,
     )
     # On this machine every part takes as many cores as it has threads.
     devices = [count for _, count in groups] or [cores // max(config.generator.threads, config.learner.threads, 1)]

@@ -127,6 +127,25 @@ def test_two_groups_of_devices_name_the_nodes_of_each_side(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
+    ("own", "tensor", "transport"),
+    [("auto", 8, "relay"), ("auto", 1, "auto"), ("collective", 8, "collective")],
+    ids=["workers", "no workers", "the user's"],
+)
+def test_a_plan_relays_weights_to_replicas_with_workers(own: str, tensor: int, transport: str) -> None:
+    """Without a relay the learner's link would carry them once for each replica."""
+    shape = ModelShape(80, 8192, 28672, 128256, 64, 8, 128)
+    work, layout = Workload(200.0, 500.0, 0.8, 2000), Layout("separate", 4, tensor, ranks=8, sharding="3")
+    settings = compose_config([f"weights.transport={own}"], None)
+    task = Task(
+        settings,
+        Subject(shape, work, 4, (nodes_for("H100", 64),), layout, transport=own),
+        Space([], [], [], {}),
+        gpus=True,
+    )
+    assert changed(settings, *task.overrides(layout)).weights.transport == transport
+
+
+@pytest.mark.parametrize(
     "cut",
     [
         {"learner.tensor_parallel_size": 2, "learner.sharding": "fsdp2"},

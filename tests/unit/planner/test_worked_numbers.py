@@ -60,13 +60,34 @@ def test_a_publish_to_many_receivers_takes_what_was_measured() -> None:
     predicted = {
         ("whole", 1): gloo_tree(link, 1, size), ("whole", 4): gloo_tree(link, 4, size),
         ("whole relay", 4): relay(link, 4, size), ("whole relay", 16): relay(link, 4, size) + loads,
-        ("one group for each receiver", 16): one_by_one(link, 16, size),
+        ("one group for each receiver", 16): one_by_one(16, gloo_tree(link, 1, size)),
     }  # fmt: skip
     for case, expected in predicted.items():
         assert seconds[case] == pytest.approx(expected + own, rel=0.15), case
     # A thousand replicas of 8 workers each, 16 GB, links of 200 Gbit/s.
     fast = Link(5e-6, 25e9)
-    assert one_by_one(fast, 8000, 16e9) > 5000 and gloo_tree(fast, 1000, 16e9) > 6 and relay(fast, 1000, 16e9) < 0.75
+    assert one_by_one(8000, gloo_tree(fast, 1, 16e9)) > 5000
+    assert gloo_tree(fast, 1000, 16e9) > 6 and relay(fast, 1000, 16e9) < 0.75
+
+
+@pytest.mark.parametrize(
+    ("transport", "replicas", "workers", "seconds", "relayed"),
+    [
+        ("auto", 64, 1, 16e9 / 4e10, False),  # one broadcast to all
+        ("auto", 64, 8, 16e9 / 4e10, True),  # one copy to each machine
+        ("collective", 64, 8, 64 * 16e9 / 4e10, False),  # a broadcast for each replica
+        ("relay", 1000, 8, 16e9 / 4e10 + 999 * 2**20 / 4e10, True),
+        ("auto", 2, 2, 2 * 16e9 / 2e11, False),  # within a machine its own link is faster than its host's memory
+        ("auto", 1, 8, 16e9 / 4e10, False),
+    ],
+)
+def test_the_learners_link_carries_the_weights_once_for_each_replica_with_workers_of_its_own(
+    transport: str, replicas: int, workers: int, seconds: float, relayed: bool
+) -> None:
+    cluster = Cluster(H100, 1001, 8, Link(0.0, 2e11), Link(0.0, 4e10))
+    costs = CostModel(LLAMA_3_8B, cluster, tensor=workers, replicas=replicas, transport=transport)
+    assert costs.relayed == relayed
+    assert costs.transfer == pytest.approx(seconds * 2 * LLAMA_3_8B.parameters / 16e9, rel=0.07)
 
 
 @pytest.mark.parametrize(("cv", "count", "ratio"), [(0.5, 256, 3.46), (1.0, 512, 9.4)])
