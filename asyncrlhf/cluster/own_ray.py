@@ -11,14 +11,12 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import psutil
 import ray
 from ray._private import utils
-from ray._private.node import Node
 
 from asyncrlhf.cluster.forked_workers import MALLOC, deaf, take
 from asyncrlhf.errors import ConfigError
@@ -34,24 +32,6 @@ NO_TASK_EVENTS = ("RAY_task_events_report_interval_ms", "0")
 NO_WORKERS_AHEAD = ("RAY_prestart_worker_first_driver", "0")
 # Of the folder of Ray's files, and the longest path above it: Ray's Unix sockets may have paths of 107 characters.
 PREFIX, LONGEST = "asyncrlhf-ray-", 20
-
-
-# Of Ray's head node: what adds machines to a cluster, what sends workers' lines to the driver, and the dashboard's
-# server, which Ray starts without a dashboard, too. Each imports Ray: two seconds of a processor, and 300 MB.
-UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
-
-
-@contextmanager
-def without(names: Sequence[str]) -> Iterator[None]:
-    """A head node that starts meanwhile lacks these processes. Of a Ray that names them otherwise it has them."""
-    found = {name: theirs for name in names if (theirs := getattr(Node, name, None)) is not None}
-    for name in found:
-        setattr(Node, name, lambda self, *_, **__: None)
-    try:
-        yield
-    finally:
-        for name, theirs in found.items():
-            setattr(Node, name, theirs)
 
 
 def init(**options: Any) -> None:
@@ -103,7 +83,6 @@ class OwnRay:
                 deaf(),
                 self._workers.serving(),
                 self._scratch.of_processes() if self._scratch else nullcontext(),
-                without(() if options["include_dashboard"] or options["log_to_driver"] else UNUSED),
             ):
                 # address: never a cluster that happens to run here
                 init(address="local", num_cpus=cpus, object_store_memory=store, **options)

@@ -17,7 +17,6 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from asyncrlhf.cluster.forked_workers import ForkedWorkers
-from asyncrlhf.cluster.own_ray import UNUSED, without
 from asyncrlhf.cluster.ray_runtime import RayRuntime
 from asyncrlhf.errors import AsyncRLHFError
 from tests import loop
@@ -83,7 +82,7 @@ def run_beside_others(folder: Path, address: str) -> dict[str, Any]:
 def main(folder: Path) -> None:
     node = {"num_cpus": CPUS, "object_store_memory": STORE}
     workers = ForkedWorkers()
-    with workers.serving(), without(UNUSED):
+    with workers.serving():
         cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
         for kind in KINDS:
             cluster.add_node(wait=False, labels={"kind": kind}, **node)

@@ -19,7 +19,6 @@ from ray.cluster_utils import Cluster
 
 from asyncrlhf.cluster import ray_runtime
 from asyncrlhf.cluster.forked_workers import ForkedWorkers
-from asyncrlhf.cluster.own_ray import UNUSED, without
 from asyncrlhf.cluster.ray_handles import RayLearner
 from asyncrlhf.orchestrator import drains
 from asyncrlhf.orchestrator.replicas import recovery
@@ -44,8 +43,7 @@ class Nodes:
 
     def __init__(self, head_cpus: int, nodes: int) -> None:
         head = {**NODE, "num_cpus": head_cpus, "resources": {"keeper": 1}, "include_dashboard": False}
-        with without(UNUSED):
-            self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
         self.nodes = [self.cluster.add_node(wait=False, **NODE) for _ in range(nodes)]
         self.cluster.wait_for_nodes()
 
