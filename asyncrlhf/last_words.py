@@ -16,10 +16,12 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.S
 PASSED_ON = {
     number: signal.SIGRTMIN + place for place, number in enumerate(ENDING, start=1) if hasattr(signal, "SIGRTMIN")
 }
-SAME = 2.0  # seconds within which a signal passed on is one that this process got itself
+SAME = 5.0  # seconds within which a signal of this process's own and one that was passed on to it are the same
 
 _pipe, _owner, _code = -1, 0, 0
-_seen: dict[int, float] = {}
+_seen: dict[int, float] = {}  # own signals, and when
+_passed: dict[int, float] = {}  # signals that were passed on, and when
+_passing = False
 _last: int = signal.SIGINT
 
 
@@ -54,10 +56,15 @@ def ended_with() -> int:
     return _code
 
 
-def seen(number: int) -> None:
-    """A handler of a signal says that it was called."""
+def seen(number: int) -> bool:
+    """A handler of a signal says that it was called; returns whether the signal is a new one, and not the own copy of
+    one that was passed on before."""
     global _last
-    _seen[number], _last = time.monotonic(), number
+    now = time.monotonic()
+    if not _passing and now - _passed.pop(number, -SAME) < SAME:
+        return False
+    _seen[number], _last = now, number
+    return True
 
 
 def none_seen() -> None:
@@ -74,15 +81,19 @@ def by_signal() -> int:
 
 def _passed_on(number: int, frame: FrameType | None) -> None:
     """A signal to a whole group of processes (from ``timeout``, or a cluster's scheduler) reaches both this one and the
-    one above it, which passes it on: it counts once."""
+    one above it, which passes it on, in any order: it counts once."""
+    global _passing
     own = next(plain for plain, passed_on in PASSED_ON.items() if passed_on == number)
-    if time.monotonic() - _seen.get(own, -SAME) < SAME:
+    if time.monotonic() - _seen.pop(own, -SAME) < SAME:
         return
     handler = signal.getsignal(own)
     if callable(handler):
+        _passing = True
         try:
             handler(own, frame)
         finally:
+            _passing = False
             _seen.pop(own, None)  # it was not this process's own
+            _passed[own] = time.monotonic()
     elif handler == signal.SIG_DFL:
         os.kill(os.getpid(), own)

@@ -140,10 +140,10 @@ class StageRecord(TrainerCallback):
                 signal.signal(number, handler)
 
         def first(number: int, _: Any) -> None:
-            seen(number)
-            self.interrupted = True
-            restore()
-            self.message("Finishing the step under way and writing a checkpoint; Ctrl-C again ends at once.")
+            if seen(number):
+                self.interrupted = True
+                restore()
+                self.message("Finishing the step under way and writing a checkpoint; Ctrl-C again ends at once.")
 
         for number in before:
             signal.signal(number, first)

@@ -40,8 +40,8 @@ def like_ctrl_c() -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    seen(number)
-    raise KeyboardInterrupt
+    if seen(number):
+        raise KeyboardInterrupt
 
 
 @contextmanager
@@ -57,9 +57,9 @@ def in_order(stop: Callable[[bool], str], say: Callable[[str], None]) -> Iterato
 
     # Handlers of Python, not of the loop: the second signal acts also while something blocks the loop (Ray's start).
     def first(number: int, _: FrameType | None) -> None:
-        seen(number)
-        end_at_once()
-        loop.call_soon_threadsafe(end_in_order, number in NOTICES)
+        if seen(number):
+            end_at_once()
+            loop.call_soon_threadsafe(end_in_order, number in NOTICES)
 
     def end_in_order(notice: bool) -> None:
         say(f"{stop(notice)} A second signal (Ctrl-C) ends at once.")
