@@ -20,7 +20,7 @@ from tests.vllm_tiny import needs_vllm
 
 pytestmark = pytest.mark.more
 
-STEPS, BATCH = 6, 64
+STEPS, BATCH = 10, 128
 TOLERANCE = 1e-4
 
 
@@ -68,7 +68,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory, engine: str, sampled: dict[tu
 
 def test_each_sampled_id_is_the_engines(rows: Any, sampled: dict[tuple[int, int], list[int]]) -> None:
     found, _ = rows
-    assert len(found) > 300
+    assert len(found) > 1000
     for row in found.itertuples():
         own = np.asarray(row.response_ids)[np.asarray(row.policy_versions) >= 0].tolist()
         turns = [sampled[key] for key in sorted(key for key in sampled if key[0] == row.rollout_id)]
@@ -99,5 +99,5 @@ def test_each_log_prob_is_that_of_the_row_at_its_version(rows: Any) -> None:
                 checked += len(at)
                 mixed += len(set(versions[versions >= 0])) > 1
     assert checked == sum(int((np.asarray(row.policy_versions) >= 0).sum()) for row in found.itertuples())
-    assert mixed > 30, "many episodes outlived a version"
+    assert mixed > 100, "many episodes outlived a version"
     assert worst < TOLERANCE
