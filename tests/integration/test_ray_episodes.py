@@ -110,9 +110,10 @@ def test_who_ends_its_worker_again_and_again_fails_alone(
     controllers = watch(monkeypatch)
 
     async def has_failed(*_: Any) -> None:
-        """The last steps wait for it: a run may be over before an episode has ended three workers."""
+        """The last steps wait for it: a run may be over before an episode has ended three workers, and all that were
+        with it at two deaths are played again one by one."""
         if (state := controllers[0].state).version >= 4:
-            await until(lambda: state.ledger.counts()["failed"], "an episode that ended its worker three times")
+            await until(lambda: state.ledger.counts()["failed"], "an episode that ended its worker three times", 180)
 
     before(monkeypatch, RayLearner, "train", has_failed)
     done = run(tmp_path, *SMALL, *world(kind.__name__), *options, "steps=6", "async.max_staleness=6")  # drops none
