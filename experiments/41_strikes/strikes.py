@@ -318,7 +318,8 @@ def facts(case: Case, struck: int, began: float) -> dict[str, Any]:
 def true_cause(case: Case, struck: int, said: Sequence[str], everything: Sequence[str]) -> bool:
     """One sentence a strike with its cause, and no other but those of the attempts that follow."""
     words = KINDS[case.kind]
-    causes = [line for line in everything if "the next attempt begins" not in line]
+    own = ("asyncrlhf: interrupted.",) if case.kind == "notice" else ()  # of a command that has not begun its run yet
+    causes = [line for line in everything if "the next attempt begins" not in line and line not in own]
     if not words:
         return not causes
     return len(causes) == struck and all(any(word in line for word in words) for line in causes)
