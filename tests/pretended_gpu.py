@@ -9,7 +9,7 @@ from __future__ import annotations
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,7 @@ from torch import nn
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map
 
 from asyncrlhf.learner import rank_models
 from asyncrlhf.learner.model.forward import PackedPolicy
@@ -43,29 +44,6 @@ def _efficient_backward(grad: Any, query: Any, key: Any, value: Any, *others: An
 
 # Shapes of kernels whose own registration for shapes does not take what autograd passes.
 SHAPES = {"aten::_efficient_attention_backward": _efficient_backward}
-
-
-def mapped(change: Callable[[Any], Any], x: Any) -> Any:
-    """As torch's ``tree_map`` of what operations take and give, in a fifth of its time: a step has thousands."""
-    kind = type(x)
-    if kind is tuple or kind is list:
-        return kind([mapped(change, part) for part in x])
-    if kind is dict:
-        return {key: mapped(change, part) for key, part in x.items()}
-    if isinstance(x, tuple) and hasattr(kind, "n_sequence_fields"):  # several results by their names
-        return kind([mapped(change, part) for part in x])
-    return change(x)
-
-
-def leaves(x: Any) -> Iterator[Any]:
-    kind = type(x)
-    if kind is dict:
-        x = tuple(x.values())
-    elif not (kind is tuple or kind is list or (isinstance(x, tuple) and hasattr(kind, "n_sequence_fields"))):
-        yield x
-        return
-    for part in x:
-        yield from leaves(part)
 
 
 class CardTensor(torch.Tensor):
@@ -147,7 +125,7 @@ class _Devices(TorchFunctionMode):
                 more = {"allow_unreachable": True, "accumulate_grad": True}
                 return _engine_run_backward((args[0],), (ones,), False, False, (), **more)
         words = func in (torch.Tensor.to, torch.Tensor.cuda)
-        args, kwargs = mapped(lambda x: _meant(x, words), (args, kwargs or {}))
+        args, kwargs = tree_map(lambda x: _meant(x, words), (args, kwargs or {}))
         if isinstance(kwargs.get("device"), str):
             kwargs["device"] = _meant(kwargs["device"], True)
         return func(*args, **kwargs)
@@ -188,7 +166,7 @@ class PretendedGpu(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func._schema.name
-        given = [x for x in leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         here = [x for x in given if isinstance(x, CardTensor)]
         target = kwargs.get("device")
         there = target is not None and torch.device(target).type == "meta"
@@ -210,13 +188,13 @@ class PretendedGpu(TorchDispatchMode):
                 self.wait()  # for all that the device was asked before
         if self._asks_for_a_count(name, args):
             self.wait()
-            found = mapped(self._wrapped, _on_the_host(func, args, kwargs))
+            found = tree_map(self._wrapped, _on_the_host(func, args, kwargs))
         else:
-            inner_args, inner_kwargs = mapped(_inner, (args, kwargs))
+            inner_args, inner_kwargs = tree_map(_inner, (args, kwargs))
             try:
-                found = mapped(self._wrapped, SHAPES.get(name, func)(*inner_args, **inner_kwargs))
+                found = tree_map(self._wrapped, SHAPES.get(name, func)(*inner_args, **inner_kwargs))
             except NotImplementedError:  # without a registration for shapes alone
-                found = mapped(self._wrapped, _on_the_host(func, args, kwargs))
+                found = tree_map(self._wrapped, _on_the_host(func, args, kwargs))
         if here and any(returned.alias_info is not None for returned in func._schema.returns):
             found = return_and_correct_aliasing(func, args, kwargs, found)
         returns = func._schema.returns
@@ -228,7 +206,7 @@ class PretendedGpu(TorchDispatchMode):
     @staticmethod
     def _asks_for_a_count(name: str, args: Any) -> bool:
         chooses = name in ("aten::index", "aten::index_put", "aten::index_put_")
-        masks = [x for x in leaves(args[1:2]) if isinstance(x, torch.Tensor) and x.dtype == torch.bool]
+        masks = [x for x in tree_leaves(args[1:2]) if isinstance(x, torch.Tensor) and x.dtype == torch.bool]
         return name in COUNTING or bool(chooses and masks)
 
     def _wrapped(self, x: Any) -> Any:
@@ -248,7 +226,7 @@ class PretendedGpu(TorchDispatchMode):
 
     def count(self, name: str, given: list[torch.Tensor], found: Any) -> None:
         """One launch."""
-        made = [x for x in leaves(found) if isinstance(x, CardTensor)]
+        made = [x for x in tree_leaves(found) if isinstance(x, CardTensor)]
         self.counts.launches[name] += 1
         kind = "matmul" if name in MATMULS else "attention" if any(w in name for w in ATTENTION) else "elementwise"
         self.counts.bytes[kind] += sum(x.numel() * x.itemsize for x in (*given, *made))
@@ -279,8 +257,8 @@ def _on_the_host(func: Any, args: Any, kwargs: Any) -> Any:
             return x
         return torch.full(x.shape, x.dtype == torch.bool, dtype=x.dtype)
 
-    found = func(*mapped(value, args), **mapped(value, kwargs))
-    return mapped(lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x, found)
+    found = func(*tree_map(value, args), **tree_map(value, kwargs))
+    return tree_map(lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x, found)
 
 
 def _place() -> str:
