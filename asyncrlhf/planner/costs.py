@@ -62,11 +62,6 @@ def gloo_tree(link: Link, receivers: int, size: float) -> float:
     return math.ceil(math.log2(receivers + 1)) * (link.latency + size / link.bandwidth)
 
 
-def one_by_one(groups: int, each: float) -> float:
-    """Seconds of a transfer to each group after the other: vLLM's workers without ``weights.transport=relay``."""
-    return groups * each
-
-
 def relay(link: Link, machines: int, size: float, piece: float = 2**20) -> float:
     """Seconds until a version is on all ``machines``, each of which passes it on in pieces (``transport=relay``)."""
     return link.latency + size / link.bandwidth + (machines - 1) * (link.latency + min(piece, size) / link.bandwidth)
@@ -155,7 +150,7 @@ class CostModel:
         groups, members = (self.replicas, workers) if workers > 1 else (1, self.replicas)
         machines = math.ceil(receivers / self.cluster.per_node)
         return {
-            "collective": one_by_one(groups, broadcast(link, 1 + members, size)),
+            "collective": groups * broadcast(link, 1 + members, size),
             "relay": relay(self.cluster.inter, machines, size),
         }
 
