@@ -37,6 +37,7 @@ from asyncrlhf.tasks.build_task import build_task
 from experiments.distance import measure
 
 HERE = Path(__file__).absolute().parent
+RATE = "learner.learning_rate"
 KEY = ["method", "value", "learning_rate", "seed"]
 RESULTS = ["reward", "greedy", "kl", "length", "train_reward"]
 # Of the run's own metrics, as means over its steps.
@@ -93,7 +94,10 @@ class Study:
         return [self.cell(method, self.pilot_value, rate, seed) for seed, rate, method in every]
 
     def cell(self, method: str, value: int, rate: float, seed: int) -> Cell:
-        own = [f"learner.learning_rate={rate}", f"seed={seed}"]
+        """With the ``rate``, unless the method's overrides have one."""
+        own_rates = [float(o.partition("=")[2]) for o in self.methods[method] if o.startswith(f"{RATE}=")]
+        rate = next(iter(own_rates), rate)
+        own = [f"{RATE}={rate}", f"seed={seed}"]
         return Cell(method, value, rate, seed, (*self.base, *self.methods[method], *self.values[value], *own))
 
     def rates(self) -> dict[str, float]:

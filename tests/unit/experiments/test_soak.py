@@ -6,6 +6,7 @@ import importlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -52,6 +53,47 @@ def test_growth_is_that_of_the_second_half(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.splitlines()[-1].endswith("second half: leaks (1), opens files (3)")
 
 
+def test_growth_among_processes_that_are_replaced_is_that_within_each() -> None:
+    """Each warms up to a size of its own, and grows slowly from there: neither their sizes nor their starts count."""
+    samples = []
+    for step in range(50, 6001, 50):
+        number, age = divmod(step, 1000)
+        warm = 40 * min(1.0, age / 200) if number else 40
+        samples.append((step, {f"learner ({number})": (100 + 5 * number + warm + 0.002 * age, 40 + number)}))
+    (name, points), *others = soak.by_process(samples, struck=True).items()
+    assert name == "learner" and not others
+    found = soak.growth(points)
+    assert found["mib_per_1000"] == pytest.approx(2.0, abs=0.01) and found["files_per_1000"] == 0
+    assert found["mib_per_1000_first_half"] == pytest.approx(2.0, abs=0.01)
+
+
+def test_lines_are_counted_also_when_a_run_goes_on_from_an_earlier_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = soak.Lines(path)
+    assert lines.new() == 0
+    path.write_text("a\n" * 5)
+    assert (lines.new(), lines.count) == (5, 5)
+    path.write_text("a\n" * 3)
+    assert (lines.new(), lines.count) == (0, 3)
+    path.write_text("a\n" * 7)
+    assert (lines.new(), lines.count) == (4, 7)
+
+
+def test_a_strike_kills_one_process_of_that_name_alone() -> None:
+    program = "import time; time.sleep(600)"
+    children = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(2)]
+    try:
+        name = Path(sys.executable).name
+        wait_until(lambda: [n for n, _ in soak.processes_of(os.getpid())].count(name) >= 2, "both")
+        assert soak.strike(os.getpid(), "gcs_server") == ""
+        assert soak.strike(os.getpid(), name) == name
+        wait_until(lambda: [child.poll() for child in children].count(None) == 1, "the end of one")
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+
+
 def test_a_look_sees_memory_and_files_of_the_whole_tree() -> None:
     program = (
         f"held = b'x' * (64 * {MIB}); files = [open('/dev/null') for _ in range(50)]; print(1, flush=True); input()"
@@ -60,7 +102,7 @@ def test_a_look_sees_memory_and_files_of_the_whole_tree() -> None:
     try:
         assert child.stdout is not None and child.stdout.readline()
         seen = soak.look(os.getpid())
-        assert f"driver ({os.getpid()})" in seen
+        assert f"parent ({os.getpid()})" in seen
         mib, files = next(facts for name, facts in seen.items() if name.endswith(f"({child.pid})"))
         assert 64 < mib < 200 and 50 < files < 80
     finally:
