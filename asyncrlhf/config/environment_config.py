@@ -114,7 +114,13 @@ class LoggingConfig:
     rollouts: bool = setting(
         True, "Writes rollouts/*.parquet, one row per rollout, and evaluations/*.parquet, one per held-out answer."
     )
-    spans: bool = setting(True, "Writes spans/*.parquet, the timeline: start and end of each part's activities.")
+    keep_gib: float | None = setting(
+        None,
+        "Size in GiB of rollouts/, rollout_tokens/ and spans/ from which on the oldest files keep only what `asyncrlhf "
+        "verify` needs, at each checkpoint; null: all is kept.",
+        low=0,
+        exclusive_low=True,
+    )
     rollout_tokens: int = setting(
         16, "Rollouts per learner step whose tokens are written to rollout_tokens/*.parquet; 0 writes none.", low=0
     )

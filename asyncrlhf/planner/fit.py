@@ -26,7 +26,7 @@ def costs_of_run(run_dir: Path, *, cpu: bool = False, apart: bool = False) -> Fi
     """Linear costs. ``cpu``: in CPU seconds for generators, services and messages, if the parts recorded them; else by
     the parts' own clocks, so they include the contention between parts that share cores. ``apart``: the learner has
     cores of its own. Raises ValueError with one sentence if the run recorded too little."""
-    spans = _columns(run_dir, "spans", "timeline (logging.spans)")
+    spans = _columns(run_dir, "spans", "timeline")
     rows = _metrics(run_dir)
     metrics = rows[min(WARM_UP, len(rows) // 2) :]
     if len(rows) < LEAST:

@@ -29,7 +29,7 @@ _COLUMNS = [
 
 def section(run: Run, max_bytes: int = MAX_BYTES) -> str:
     """One run's browser as self-contained HTML of at most ``max_bytes``; empty if the run has no recorded tokens."""
-    files = sorted((run.path / TOKENS_FOLDER).glob("steps-*.parquet"))
+    files = [f for f in sorted((run.path / TOKENS_FOLDER).glob("steps-*.parquet")) if pq.read_metadata(f).num_rows]
     if not files:
         return ""
     page = (resources.files("asyncrlhf.report") / "rollouts.html").read_text(encoding="utf-8")

@@ -70,6 +70,8 @@ def read_spans(run: Run) -> dict[str, np.ndarray] | None:
     if not files:
         return None
     table = pa.concat_tables([pq.read_table(file) for file in files])
+    if not table.num_rows:
+        return None
     order = np.argsort(table["start"].to_numpy(), kind="stable")
     return {name: _values(table[name])[order] for name in table.column_names}
 

@@ -52,7 +52,7 @@ from tests.chaos.scenes import Scene
 
 QUIET = ("runtime=local", "logging.wandb=disabled", "logging.progress=none", "logging.report=false")
 BASE = ("generator.engine=fake", "learner.virtual_step_seconds=0", "weights.timeout_seconds=5",
-        "stall_timeout_seconds=20", "max_failure_fraction=0.9", "logging.spans=false")  # fmt: skip
+        "stall_timeout_seconds=20", "max_failure_fraction=0.9")  # fmt: skip
 SERVICES = {
     "none": (),
     "reference": ("reference=service", "algorithm.kl=loss", "algorithm.beta=0.1"),

@@ -29,9 +29,8 @@ class RolloutLog:
         self._payloads: list[Payload | None] = []
         recorder.write_with(runtime.write_part)
         self._spans = SpanLog(state, recorder)
-        if state.config.logging.spans:
-            runtime.told = self._spans.hear
-            recorder.before_closing(self._spans.step)
+        runtime.told = self._spans.hear
+        recorder.before_closing(self._spans.step)
 
     def begin(self) -> None:
         """Call it when the learner's loop begins: the timeline is recorded from then on."""

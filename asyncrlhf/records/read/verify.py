@@ -17,14 +17,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from asyncrlhf.data.checkpoint_manifest import damages
 from asyncrlhf.errors import CheckpointError, ConfigError
 from asyncrlhf.records.read.recorded import Recorded, read_rollouts
 from asyncrlhf.records.read.replay import LIVE, STATES, TRAINED, Findings, History, Replay, Step, read_journal
 from asyncrlhf.records.show.summary import mean, reward_ends, timing_means, values
 from asyncrlhf.records.write.checkpoint import STATE_FILE, list_checkpoints
 from asyncrlhf.records.write.journal import JOURNAL_FILE
-from asyncrlhf.records.write.record_marker import RecordMarker, check_lines
+from asyncrlhf.records.write.record_marker import RecordMarker, changed, check_lines
 from asyncrlhf.records.write.recorder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, plain, read_metrics
 from asyncrlhf.records.write.rollout_tokens import TOKENS_FOLDER
 from asyncrlhf.records.write.spans import SPANS_FOLDER
@@ -259,7 +258,7 @@ class _Examination:
         """Check that the parts of ``rollout_tokens/`` can be read, and that those of the newest checkpoint are there,
         unchanged."""
         sealed = {name: facts for name, facts in self.marker.seals.items() if name.startswith(f"{TOKENS_FOLDER}/")}
-        found = dict(damages(self.run_dir, sealed))
+        found = dict(changed(self.run_dir, sealed))
         for path in (self.run_dir / TOKENS_FOLDER).glob("steps-*.parquet"):
             try:
                 pq.read_metadata(path)

@@ -17,9 +17,9 @@ from asyncrlhf.errors import CheckpointError, ConfigError
 from asyncrlhf.records.write.journal import JOURNAL_FILE
 from asyncrlhf.records.write.rollout_tokens import TOKENS_FOLDER
 from asyncrlhf.records.write.spans import SPANS_FOLDER
+from asyncrlhf.records.write.thinning import ROLLOUTS_FOLDER, is_thin
 
 METRICS_FILE = "metrics.jsonl"
-ROLLOUTS_FOLDER = "rollouts"
 _PART = re.compile(rf"({ROLLOUTS_FOLDER}|{SPANS_FOLDER})/part-([0-9]{{5,18}})\.parquet")
 _TOKENS_PART = re.compile(rf"{TOKENS_FOLDER}/steps-[0-9]{{7,18}}-([0-9]{{7,18}})-rank-[0-9]{{1,18}}\.parquet")
 
@@ -105,9 +105,13 @@ def check_records(run_dir: Path, marker: RecordMarker) -> None:
     unchanged. Changes nothing."""
     for name, lines in marker.lines.items():
         check_lines(run_dir / name, lines, marker.seals.get(name, {}))
-    sealed = {name: facts for name, facts in marker.seals.items() if name not in marker.lines}
-    for name, said in damages(run_dir, sealed):
+    for name, said in changed(run_dir, {n: facts for n, facts in marker.seals.items() if n not in marker.lines}):
         raise CheckpointError(f"{run_dir / name}, which the checkpoint counts on, {said}.")
+
+
+def changed(run_dir: Path, sealed: Seals) -> list[tuple[str, str]]:
+    """As :func:`~asyncrlhf.data.checkpoint_manifest.damages`; a part that was thinned since is none."""
+    return damages(run_dir, {name: facts for name, facts in sealed.items() if not is_thin(run_dir / name, facts)})
 
 
 def check_lines(path: Path, lines: int, facts: Mapping[str, Any]) -> None:

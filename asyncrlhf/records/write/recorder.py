@@ -38,6 +38,7 @@ from asyncrlhf.records.write.rollout_rows import RolloutRow, undo_uses, write_pa
 from asyncrlhf.records.write.rollout_tokens import cut_tokens
 from asyncrlhf.records.write.run_lock import RunLock
 from asyncrlhf.records.write.spans import SPANS_FOLDER, SpanParts, SpanRow
+from asyncrlhf.records.write.thinning import Thinning
 from asyncrlhf.records.write.whole_files import naming, write_atomically, writing_to
 from asyncrlhf.types import Payload
 
@@ -89,6 +90,8 @@ class RunRecorder:
             self.journal = Journal(self.run_dir / JOURNAL_FILE, resume_from.journal)
         self._lines = resume_from.metrics_lines
         self._seals = RecordSeals(self.run_dir, resume_from.seals)
+        keep = logging.keep_gib
+        self._thinning = None if keep is None else Thinning(self.run_dir, keep * 2**30)
         self._elapsed = 0.0
         self._before_closing: Callable[[], None] = lambda: None
         self._rows: list[RolloutRow] = []
@@ -141,8 +144,12 @@ class RunRecorder:
         return RecordMarker(self._lines, self._parts, self._spans.parts, lines)
 
     def sealed(self, marker: RecordMarker) -> RecordMarker:
-        """The marker with the seals of all that it counts on, which must be on disk. Blocks; not during a rollback."""
-        return replace(marker, seals=self._seals.of(marker))
+        """The marker with the seals of all that it counts on, which must be on disk. Blocks; not during a rollback.
+        Thins old records, if there are too many."""
+        marker = replace(marker, seals=self._seals.of(marker))
+        if self._thinning is not None:
+            self._thinning.apply(marker.seals)
+        return marker
 
     def rewind(self, marker: RecordMarker) -> None:
         """Undo the records of steps and rollouts after ``marker``, as a recorder opened with it does. The journal keeps

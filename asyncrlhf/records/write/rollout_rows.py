@@ -52,6 +52,8 @@ ROLLOUT_SCHEMA = pa.schema(
         ("forks", pa.list_(FORK)),
     ]
 )
+# Columns that grow with the answers' lengths, and that no guarantee depends on: old parts may lose them.
+BULKY = ("prompt", "response", "behavior_logprobs", "extra")
 EVALUATIONS_FOLDER = "evaluations"
 ANSWER_SCHEMA = pa.schema(
     [
