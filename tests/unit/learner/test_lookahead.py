@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from asyncrlhf.config.compose import load_config
 from asyncrlhf.learner.model.forward import PackedPolicy
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
 from asyncrlhf.learner.settings.learner_config import LearnerConfig
@@ -182,3 +185,23 @@ def test_a_kl_to_the_sampler_pulls_back_to_it() -> None:
     trained = backend(algorithm)
     trained.train_step(batch)
     assert_same(gradients(trained), expected, tolerance=5e-5)
+
+
+def test_the_quadratic_penalty_of_dro_is_a_kl_to_the_sampler_without_weights() -> None:
+    """verl's `dro` (pull request 7245): -(A log pi - beta / 2 (log pi - log mu)^2), token by token. docs/algorithms.md
+    says by which settings. OPMD's square is of a sequence's sum, and moves another way."""
+    batch, model = stale_batch(), llama()
+    thetas = plain_logprobs(model, batch)
+    drifts = [t.detach().double() - b for t, b in zip(thetas, rows(batch, batch.behavior_logprobs), strict=True)]
+    page = (Path(__file__).resolve().parents[3] / "docs" / "algorithms.md").read_text()
+    (words,) = re.findall(r"`(algorithm=grpo_mu [^`]*kl_target=mu[^`]*)`", page)
+    algorithm = load_config(words.split()).algorithm
+    assert not algorithm.needs_reference
+    loss = [group_norm(batch)[row] - algorithm.beta * drift for row, drift in enumerate(drifts)]
+    trained = backend(algorithm)
+    trained.train_step(batch)
+    expected = gradient_of(batch, loss, thetas, model)
+    assert_same(gradients(trained), expected, tolerance=5e-5)
+    of_sequences = [group_norm(batch)[row] - algorithm.beta * drift.sum() for row, drift in enumerate(drifts)]
+    other = gradient_of(batch, of_sequences, plain_logprobs(again := llama(), batch), again)
+    assert max(float((other[name] - expected[name]).abs().max()) for name in expected) > 1e-4
