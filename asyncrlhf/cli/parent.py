@@ -71,7 +71,8 @@ def above(command: Callable[[Sequence[str]], int], restarts: int | None) -> int:
             why = f"{idle} attempts made no step" if idle >= MOST_IDLE else f"restarts={left} are spent"
             return _said(f"no further attempt, since {why}", code)
         seconds = min(LONGEST_BACKOFF, 2.0 ** (spent if partial_cluster else idle))
-        where = f"after step {now}'s newest checkpoint" if steps else "from its start"
+        saved = "run_dir" in told and any(Path(told["run_dir"]).glob("checkpoints/step-*"))
+        where = "from its newest checkpoint" if saved else "from its start"
         _said(f"the next attempt begins in {seconds:g} s, {where}", code)
         got = signal.sigtimedwait(heeded, seconds)
         if got is None and cluster and not _listens(cluster):

@@ -84,12 +84,15 @@ def draw(found: pd.DataFrame, target: Path) -> None:
     figure.savefig(target, dpi=110)
 
 
-def main() -> None:
-    runs = pd.read_csv(HERE / "runs.csv")
+def ordered(runs: pd.DataFrame) -> pd.DataFrame:
+    """The finished runs, in the order of the study's methods."""
     order = list(yaml.safe_load((HERE / "study.yaml").read_text())["methods"])
     runs = runs[runs.status == "done"]
-    runs = runs.iloc[np.argsort([order.index(method) for method in runs.method], kind="stable")]
-    found = effects(runs)
+    return runs.iloc[np.argsort([order.index(method) for method in runs.method], kind="stable")]
+
+
+def main() -> None:
+    found = effects(ordered(pd.read_csv(HERE / "runs.csv")))
     print(table(found))
     draw(found, HERE / "figure.png")
 

@@ -137,16 +137,17 @@ def loss(tokens):
 
 def test_a_run_goes_on_by_itself(tmp_path: Path) -> None:
     with started(tmp_path, *LOCAL, "steps=30", "restarts=1") as command:
-        for step in (8, 20):  # a budget of one that each attempt's steps refill
+        for step in (2, 8, 20):  # a budget of one that each attempt's steps refill; there is a checkpoint from 5 on
             os.kill(command.until(step).pid, signal.SIGKILL)
             wait_for(lambda: not (command.run_dir / "status.json").exists(), "sentence of the parent")
         code, said = command.end()
         assert code == 0 and command.reason == "done", said
-        assert sum("the next attempt begins in 1 s" in sentence for sentence in said) == 2
+        starts = [sentence.partition(" in 1 s, ")[2] for sentence in said if "the next attempt begins" in sentence]
+        assert starts == ["from its start.", "from its newest checkpoint.", "from its newest checkpoint."]
         assert command.steps() == 30
         assert verify(command.run_dir) == []
         page = build_report([command.run_dir]).read_text()
-        assert "<h3>Attempts</h3>" in page and page.count("failed: the run&#39;s process was killed (SIGKILL).") == 2
+        assert "<h3>Attempts</h3>" in page and page.count("failed: the run&#39;s process was killed (SIGKILL).") == 3
 
 
 def test_an_attempt_that_dies_before_it_has_read_its_settings_is_one_too(tmp_path: Path) -> None:
