@@ -140,8 +140,10 @@ class Supervisor:
         except ReplicaError:
             if actor is not getattr(part, "actor", None) or (replica is not None and replica.handle is not part):
                 return  # replaced meanwhile
-            if self._late() or self._stood >= asked:
-                return  # the ping's time passed while this process stood still; the next look asks again
+            if self._late() or 0 <= self._stood and asked - self._stood < self.patience:
+                # Its time passed while this process stood still, or just after that: if the whole machine was stopped,
+                # the part wakes as well. The next look asks again.
+                return
             if self.still > self.patience:
                 self._say()
             why = f"did not respond for {self.patience:.3g} s{self._of(part.name)}.{self._of_blocked(part.name)}"

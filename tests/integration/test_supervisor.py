@@ -163,8 +163,14 @@ def test_a_part_that_could_not_answer_while_the_run_was_stopped_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], silent: int, replaced: bool
 ) -> None:
     """Ctrl-Z comes between a ping and its answer, and the ping's time has passed when fg wakes the run. If the whole
-    machine was stopped, the part may take a while to wake, too."""
-    pings = []
+    machine was stopped, the part may take a while to wake, too. As on a real clock, no two things are at one time."""
+    pings, ask = [], Supervisor._ask
+
+    def later(self: Supervisor, name: str) -> None:
+        ask(self, name)
+        asyncio.get_running_loop()._jumping.now += 1e-3  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(Supervisor, "_ask", later)
 
     def strike(runtime: LocalRuntime) -> None:
         generator: Any = runtime.generators[0]
