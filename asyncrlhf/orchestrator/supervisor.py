@@ -17,6 +17,7 @@ generator makes, also for an evaluation: a slow part is never replaced. Starts h
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,7 +54,7 @@ class Supervisor:
     _checks: set[asyncio.Task[None]] = field(default_factory=set)
     _said: float = -1.0  # the last progress before the reported stall
     _looked: float = 0.0
-    _stood: float = -1.0  # when this process was last found to have stood still itself (Ctrl-Z, a busy machine)
+    _stood: float = -math.inf  # when this process was last found to have stood still itself (Ctrl-Z, a busy machine)
 
     @property
     def limit(self) -> float:
@@ -140,7 +141,7 @@ class Supervisor:
         except ReplicaError:
             if actor is not getattr(part, "actor", None) or (replica is not None and replica.handle is not part):
                 return  # replaced meanwhile
-            if self._late() or 0 <= self._stood and asked - self._stood < self.patience:
+            if self._late() or asked - self._stood < self.patience:
                 # Its time passed while this process stood still, or just after that: if the whole machine was stopped,
                 # the part wakes as well. The next look asks again.
                 return

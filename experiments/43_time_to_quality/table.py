@@ -28,7 +28,7 @@ ARMS = {
     "sync_both_cores": "sync, both cores for each side in turn",
     **{f"bounds,max_staleness={lag}": f"bound {lag}" for lag in (1, 2, 3, 4)},
 }
-BASE = "sync_both_cores"
+BASE = "sync"
 
 
 def read(sweep: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -79,7 +79,7 @@ def ratio(jobs: pd.DataFrame, arm: str, column: str, base: str = BASE) -> Estima
 
 
 def table(jobs: pd.DataFrame) -> str:
-    names = ["staleness", f"held-out {GOAL:g}: updates", "seconds", "of lag 0's", "all 200 updates, s", "of lag 0's"]
+    names = ["staleness", f"held-out {GOAL:g}: updates", "seconds", "of sync's", "all 200 updates, s", "of sync's"]
     names += ["accuracy at the end", "tokens/s", "snapshot, publish, ms"]
     lines = ["| run | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
     for arm, label in ARMS.items():
