@@ -138,7 +138,8 @@ def evaluate(
 
             return evaluate(config, every_row=rows)
 
-        figures = _beside_a_running_loop(run, Callbacks())
+        with beside():
+            figures = _beside_a_running_loop(run, Callbacks())
     return Evaluation(figures, pd.DataFrame(figures["samples"]))
 
 
@@ -163,7 +164,7 @@ def sweep(
     given = {**settings, **(overrides or {}), **({"sweep.seeds": seeds} if seeds is not None else {})}
     plan = plan_sweep([f"{key}={','.join(map(_text_of_choice, _choices(key, value)))}" for key, value in given.items()])
     folder = RUNS / "sweeps" / plan.folder_name
-    with owned(folder):
+    with owned(folder), beside():
         if run_plan(plan, accept_changed) > 128:
             raise KeyboardInterrupt
     return Sweep(folder)

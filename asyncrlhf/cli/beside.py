@@ -58,7 +58,7 @@ def watch(process: int, reading: int) -> None:
                 return
     status = _status(process)
     told.read()
-    if "ended" not in told.told and "run_dir" in told.told:
+    if "ended" not in told.told:
         speak_for(status, told, memory_kills() > kills)
 
 

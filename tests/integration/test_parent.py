@@ -8,9 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -140,6 +141,8 @@ def test_a_run_goes_on_by_itself(tmp_path: Path) -> None:
         for step in (2, 8, 20):  # a budget of one that each attempt's steps refill; there is a checkpoint from 5 on
             os.kill(command.until(step).pid, signal.SIGKILL)
             wait_for(lambda: not (command.run_dir / "status.json").exists(), "sentence of the parent")
+        held = psutil.Process(command.process.pid).memory_full_info().uss
+        assert held < 30 * 2**20, "the parent stays small when it has spoken, too"
         code, said = command.end()
         assert code == 0 and command.reason == "done", said
         starts = [sentence.partition(" in 1 s, ")[2] for sentence in said if "the next attempt begins" in sentence]
@@ -288,6 +291,49 @@ def test_a_script_of_the_python_api_is_spoken_for_too(end: str, tmp_path: Path) 
     else:
         assert "checkpoint.resume=auto goes on from step-" in said
         assert reason.startswith("failed: the run's process ") and verify(tmp_path / "run") == []
+
+
+OTHERS = """
+import os, sys, time, asyncrlhf
+
+def reward(completions, **_):
+    open(os.environ["SCORED"], "w").close()
+    time.sleep(600)
+
+if __name__ == "__main__":
+    words = dict(word.split("=", 1) for word in sys.argv[2:])
+    if sys.argv[1] == "evaluate":
+        asyncrlhf.evaluate(reward=reward, overrides=words)
+    else:
+        asyncrlhf.sweep(overrides={**words, "async.max_staleness": [1, 2], "sweep.jobs": 1})
+"""
+
+
+@pytest.fixture
+def temporary() -> Iterator[str]:
+    """A folder for the temporary files of a script that is killed, with a path that is short enough for a socket."""
+    with tempfile.TemporaryDirectory(prefix="killed-") as folder:
+        yield folder
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "sweep"])
+def test_an_evaluation_and_a_sweep_of_the_python_api_are_spoken_for(verb: str, tmp_path: Path, temporary: str) -> None:
+    (tmp_path / "script.py").write_text(OTHERS)
+    own = {"PYTHONPATH": str(ROOT), "TMPDIR": temporary, "SCORED": str(tmp_path / "scored")}
+    line = [sys.executable, "script.py", verb, *LOCAL, "steps=100000"]
+    with subprocess.Popen(line, cwd=tmp_path, env={**os.environ, **own}, stderr=subprocess.PIPE, text=True) as script:
+
+        def at_work() -> bool:
+            records = list(tmp_path.glob("runs/sweeps/*/jobs/*/metrics.jsonl"))
+            return (tmp_path / "scored").exists() or any(path.stat().st_size for path in records)
+
+        wait_for(at_work, f"work of the {verb}")
+        below = psutil.Process(script.pid).children(recursive=True)
+        script.kill()
+        _, said = script.communicate(timeout=SECONDS)
+    sentences = [line for line in said.splitlines() if line.startswith("asyncrlhf: ")]
+    assert len(sentences) == 1 and "the run's process was killed (SIGKILL)" in sentences[0], said
+    wait_for(lambda: not any(lives(process.pid) for process in below), "end of what it had started")
 
 
 def test_the_python_api_does_not_start_its_own_process_again(tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import TYPE_CHECKING, Any
 
 from asyncrlhf.errors import ConfigError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 def write_atomically(path: Path, text: str, lasting: bool = True) -> None:
@@ -37,6 +37,9 @@ def naming(error: OSError, path: Path) -> OSError:
 
 def write_table(path: Path, columns: Mapping[str, Any], schema: pa.Schema) -> None:
     """Write a Parquet file that appears complete or not at all."""
+    import pyarrow as pa  # not above: the process that speaks for a dead run, which writes a summary, is to stay small
+    import pyarrow.parquet as pq
+
     temporary = path.with_suffix(".tmp")
     try:
         pq.write_table(pa.table(columns, schema=schema), temporary, compression="zstd")
