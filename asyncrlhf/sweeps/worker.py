@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from asyncrlhf.sweeps.devices import VISIBLE
 LOG_FILE = "output.log"
 OF_A_RUN = ("asyncrlhf.orchestrator.run", "asyncrlhf.learner.torch_backend", "asyncrlhf.engines.hf")
 END_SECONDS = 90.0  # for a run that was interrupted to write its checkpoint
+MOST_TEMPDIR = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")  # the path of a Unix socket is no longer than 107 bytes
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,13 @@ class Answer:
 class Worker:
     """The driver's end. ``busy_with``: the driver's object for the order under way, None for an idle worker.
     ``devices``: the only GPUs that the process sees, by name; all that the driver sees if empty. ``forks``: it is
-    forked from a process that has imported what every job needs, so that the workers of a sweep import it once."""
+    forked from a process that has imported what every job needs, so that the workers of a sweep import it once; not
+    where the folder for temporary files has too long a path for that process's socket."""
 
     def __init__(self, devices: tuple[str, ...] = (), forks: bool = False) -> None:
         self.devices = devices
         # Never of this process: the fork of a process with threads may hang.
+        forks = forks and len(tempfile.gettempdir()) <= MOST_TEMPDIR
         context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
         if forks:
             context.set_forkserver_preload([*FIRST, "ray", *THEN, *OF_A_RUN])

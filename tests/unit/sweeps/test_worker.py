@@ -5,10 +5,13 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
 import pytest
+
+from asyncrlhf.sweeps.worker import MOST_TEMPDIR
 
 ROOT = Path(__file__).resolve().parents[3]
 DRIVER = """
@@ -42,3 +45,26 @@ def test_a_worker_ends_with_its_driver_however_that_ends(tmp_path: Path, number:
     driver.wait(30)
     _, alive = psutil.wait_procs(workers, timeout=30)
     assert all(p.status() == psutil.STATUS_ZOMBIE for p in alive), "a process outlived its driver by 30 s"
+
+
+@pytest.mark.parametrize("over", [0, 1])
+def test_workers_start_also_where_the_folder_for_temporary_files_has_a_long_path(tmp_path: Path, over: int) -> None:
+    """With the longest path that the socket of their server bears, and without the server beyond it."""
+    (tmp_path / "driver.py").write_text(DRIVER.format(forks=True))
+    with tempfile.TemporaryDirectory(prefix="long-", dir="/tmp") as base:
+        long = Path(base) / ("x" * (MOST_TEMPDIR + over - len(base) - 1))
+        long.mkdir()
+        assert len(str(long)) == MOST_TEMPDIR + over
+        driver = subprocess.Popen(
+            [sys.executable, tmp_path / "driver.py"],
+            cwd=ROOT,
+            env={"PYTHONPATH": str(ROOT), "TMPDIR": str(long)},
+            stdout=subprocess.PIPE,
+        )
+        assert driver.stdout is not None
+        workers = [psutil.Process(int(pid)) for pid in driver.stdout.readline().split()]
+        parents = {worker.ppid() for worker in workers}
+        driver.terminate()
+        driver.wait(30)
+        psutil.wait_procs(workers, timeout=30)
+    assert len(workers) == 2 and (parents == {driver.pid}) == bool(over)
