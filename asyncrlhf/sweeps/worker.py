@@ -58,7 +58,7 @@ class Worker:
     def __init__(self, devices: tuple[str, ...] = (), forks: bool = False) -> None:
         self.devices = devices
         # Never of this process: the fork of a process with threads may hang.
-        forks = forks and len(tempfile.gettempdir()) <= MOST_TEMPDIR
+        forks = forks and len(os.fsencode(tempfile.gettempdir())) <= MOST_TEMPDIR
         context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
         if forks:
             context.set_forkserver_preload([*FIRST, "ray", *THEN, *OF_A_RUN])

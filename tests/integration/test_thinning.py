@@ -143,6 +143,18 @@ def test_an_older_checkpoint_goes_on_after_a_newer_one_has_thinned(tmp_path: Pat
     again.close()
 
 
+def test_a_thin_part_is_known_by_what_it_says_and_not_by_its_size(tmp_path: Path) -> None:
+    recorder, markers = recorded(tmp_path, 1e-9)
+    recorder.close()
+    first, seals = parts(tmp_path)[0], dict(markers[-1].seals)
+    name = f"rollouts/{first.name}"
+    seals[name] = {**seals[name], "bytes": first.stat().st_size}
+    check_records(tmp_path, replace(markers[-1], seals=seals))
+    seals[name] = {**seals[name], "sha256": "0" * 64}
+    with pytest.raises(CheckpointError, match="has changed"):
+        check_records(tmp_path, replace(markers[-1], seals=seals))
+
+
 @pytest.mark.parametrize("what", ["changed", "of another part", "cut"])
 def test_a_checkpoint_refuses_a_part_that_is_not_what_was_kept_of_its_own(tmp_path: Path, what: str) -> None:
     recorder, markers = recorded(tmp_path, None if what == "changed" else 1e-9)

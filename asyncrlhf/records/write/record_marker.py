@@ -111,7 +111,13 @@ def check_records(run_dir: Path, marker: RecordMarker) -> None:
 
 def changed(run_dir: Path, sealed: Seals) -> list[tuple[str, str]]:
     """As :func:`~asyncrlhf.data.checkpoint_manifest.damages`; a part that was thinned since is none."""
-    return damages(run_dir, {name: facts for name, facts in sealed.items() if not is_thin(run_dir / name, facts)})
+    left = dict(sealed)
+    while found := damages(run_dir, left):  # first of other sizes, then of other contents
+        thin = {name for name, _ in found if is_thin(run_dir / name, sealed[name])}
+        if not thin:
+            return found
+        left = {name: facts for name, facts in left.items() if name not in thin}
+    return []
 
 
 def check_lines(path: Path, lines: int, facts: Mapping[str, Any]) -> None:

@@ -36,12 +36,7 @@ class Thinning:
 
     def apply(self, seals: Seals) -> None:
         """Thin what is sealed, as far as needed; each file changes at once or not at all. Blocks."""
-        sizes = {
-            f"{folder}/{entry.name}": entry.stat().st_size
-            for folder in (ROLLOUTS_FOLDER, *EMPTIED)
-            if (self._run_dir / folder).is_dir()
-            for entry in os.scandir(self._run_dir / folder)
-        }
+        sizes = dict(self._sizes())
         total = sum(sizes.values())
         for name in self._oldest(sizes, seals):
             if total <= self._limit:
@@ -51,6 +46,12 @@ class Thinning:
                 thin(path, seals[name]["sha256"])
                 total += path.stat().st_size - sizes[name]
             self._thin[name] = seals[name]["sha256"]
+
+    def _sizes(self) -> Iterator[tuple[str, int]]:
+        for folder in (ROLLOUTS_FOLDER, *EMPTIED):
+            for path in (self._run_dir / folder).glob("*.parquet"):
+                with suppress(FileNotFoundError):  # of a rank that undoes its steps
+                    yield f"{folder}/{path.name}", path.stat().st_size
 
     def _oldest(self, sizes: Mapping[str, int], seals: Seals) -> list[str]:
         """The sealed files that may be thinned, all folders from their beginnings at the pace of their number; each
@@ -95,7 +96,6 @@ def _kept(file: pq.ParquetFile, schema: pa.Schema, folder: str) -> Iterator[pa.R
 def is_thin(path: Path, facts: Mapping[str, Any]) -> bool:
     """Whether a file is what was kept of the one with the seal ``facts``."""
     with suppress(OSError, pa.ArrowException, ValueError):
-        if path.stat().st_size != facts.get("bytes"):
-            made_from = (pq.read_schema(path).metadata or {}).get(THINNED_FROM, b"")
-            return bool(made_from) and made_from.decode(errors="replace") == facts.get("sha256")
+        made_from = (pq.read_schema(path).metadata or {}).get(THINNED_FROM, b"")
+        return bool(made_from) and made_from.decode(errors="replace") == facts.get("sha256")
     return False
