@@ -37,7 +37,7 @@ from asyncrlhf.transport.protocol import Ticket, TransferStats
 from asyncrlhf.types import Annotation, Rollout, WeightManifest
 
 BASE = (
-    "runtime=local", "logging.wandb=disabled", "logging.progress=none", "logging.report=false", "logging.spans=false",
+    "runtime=local", "logging.wandb=disabled", "logging.progress=none", "logging.report=false",
     "logging.rollouts=false", "checkpoint.at_end=false", "generator.engine=fake", "task.heldout_size=8", "eval_every=0",
     "fusion.max_wait_ms=0", "learner.virtual_step_seconds=0", "weights.transport=relay", "generator.replicas=4",
     "generator.slots=16", "batch_size=64", "num_generations=4", "generator.fake.latency_median=1.0",
