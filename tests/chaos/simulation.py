@@ -20,7 +20,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -380,7 +380,12 @@ class SessionRun:
         """The process is gone with all it knew; its folder stays as it is now."""
         self.faults.tell("CRASH")
         kept = self.run_dir.with_name(self.run_dir.name + "-crashed")
-        shutil.copytree(self.run_dir, kept, ignore=shutil.ignore_patterns(LOCK_FILE))
+
+        def copied(source: str, target: str) -> None:
+            with suppress(FileNotFoundError):  # a part that gets its name just now
+                shutil.copy2(source, target)
+
+        shutil.copytree(self.run_dir, kept, ignore=shutil.ignore_patterns(LOCK_FILE), copy_function=copied)
         self.ended.reason = "crashed"
         running.cancel()
 
