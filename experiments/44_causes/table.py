@@ -25,8 +25,8 @@ def column(runs: pd.DataFrame, method: str, lag: int, name: str = "reward") -> p
 
 
 def effects(runs: pd.DataFrame) -> pd.DataFrame:
-    """By method: reward at both lags, kept share, and, paired by seed with the base, what it changes at lag 0, at lag
-    16, and in what the lag costs (positive: the lag costs less)."""
+    """By method: reward at both lags, kept share, and, paired by seed with the base, what it changes at lag 16, and
+    in what the lag costs (positive: the lag costs less)."""
     base = {lag: column(runs, BASE, lag) for lag in (0, LAG)}
     rows = []
     for method in dict.fromkeys(runs.method):
@@ -35,9 +35,7 @@ def effects(runs: pd.DataFrame) -> pd.DataFrame:
         for name, values in {
             "lag_0": own[0],
             f"lag_{LAG}": own[LAG],
-            "at_0": own[0] - base[0],
             f"at_{LAG}": own[LAG] - base[LAG],
-            "cost": own[0] - own[LAG],
             "cost_saved": (base[0] - base[LAG]) - (own[0] - own[LAG]),
             "entropy": column(runs, method, LAG, "entropy"),
             "ess": column(runs, method, LAG, "ess_fraction"),

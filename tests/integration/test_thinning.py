@@ -16,7 +16,7 @@ from asyncrlhf.records.read.verify import examine, verify
 from asyncrlhf.records.write import thinning
 from asyncrlhf.records.write.record_marker import RecordMarker, check_records
 from asyncrlhf.records.write.recorder import RunRecorder
-from asyncrlhf.records.write.rollout_rows import BULKY, RolloutRow
+from asyncrlhf.records.write.rollout_rows import BULKY, RolloutRow, write_part
 from tests.integration.test_local_loop import interrupt_after
 from tests.integration.test_verify_episodes import honest as honest_episodes
 from tests.loop import FAKE, Finished, run
@@ -128,6 +128,29 @@ def test_no_more_is_thinned_than_the_limit_asks(tmp_path: Path) -> None:
     found = parts(tmp_path / "run")
     assert [is_thin(path) for path in found] == [True] * 7 + [False] * 5
     assert 4.5 * of_a_part < sum(path.stat().st_size for path in found) <= limit
+
+
+def test_a_rollout_keeps_some_seventy_bytes_however_long_its_answer(tmp_path: Path) -> None:
+    """The figures of docs/records.md."""
+    rng, count = np.random.default_rng(0), 128
+    words = ["".join(rng.choice(list("abcdefghijklmnopqrstuvwxyz"), rng.integers(2, 9))) for _ in range(5000)]
+    often = 1 / np.arange(1, 5001)
+    for length, a_token in ((1024, 7.6), (8192, 5.7)):
+        rows = [
+            row(
+                i,
+                response=" ".join(rng.choice(words, int(0.75 * length), p=often / often.sum())),
+                policy_versions=np.sort(rng.integers(100, 103, length)),
+                behavior_logprobs=np.log(rng.beta(3, 0.5, length)).astype(np.float32),
+            )
+            for i in range(count)
+        ]
+        path = tmp_path / "rollouts" / f"part-{length:05d}.parquet"
+        path.parent.mkdir(exist_ok=True)
+        write_part(path, rows)
+        assert path.stat().st_size / count / length == pytest.approx(a_token, rel=0.1)
+        thinning.thin(path, "0" * 64)
+        assert path.stat().st_size / count < 120
 
 
 def test_an_older_checkpoint_goes_on_after_a_newer_one_has_thinned(tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ from typing import Any
 from asyncrlhf.data.checkpoint_manifest import LinesSeal, Seals, damages, seal
 from asyncrlhf.errors import CheckpointError, ConfigError
 from asyncrlhf.records.write.journal import JOURNAL_FILE
+from asyncrlhf.records.write.rollout_rows import ROLLOUTS_FOLDER
 from asyncrlhf.records.write.rollout_tokens import TOKENS_FOLDER
 from asyncrlhf.records.write.spans import SPANS_FOLDER
-from asyncrlhf.records.write.thinning import ROLLOUTS_FOLDER, is_thin
+from asyncrlhf.records.write.thinning import is_thin
 
 METRICS_FILE = "metrics.jsonl"
 _PART = re.compile(rf"({ROLLOUTS_FOLDER}|{SPANS_FOLDER})/part-([0-9]{{5,18}})\.parquet")

@@ -52,6 +52,7 @@ ROLLOUT_SCHEMA = pa.schema(
         ("forks", pa.list_(FORK)),
     ]
 )
+ROLLOUTS_FOLDER = "rollouts"
 # Columns that grow with the answers' lengths, and that no guarantee depends on: old parts may lose them.
 BULKY = ("prompt", "response", "behavior_logprobs", "extra")
 EVALUATIONS_FOLDER = "evaluations"

@@ -16,13 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from asyncrlhf.data.checkpoint_manifest import Seals, fsync
-from asyncrlhf.records.write.rollout_rows import BULKY
+from asyncrlhf.records.write.rollout_rows import BULKY, ROLLOUTS_FOLDER
 from asyncrlhf.records.write.rollout_tokens import TOKENS_FOLDER
 from asyncrlhf.records.write.spans import SPANS_FOLDER
 from asyncrlhf.records.write.whole_files import naming
 
 THINNED_FROM = b"thinned_from"  # in a file's metadata: the SHA-256 of what it was
-ROLLOUTS_FOLDER = "rollouts"
 EMPTIED = (TOKENS_FOLDER, SPANS_FOLDER)  # what these folders tell is only looked at, and verified by nothing else
 ROWS = 128  # in memory at a time
 
