@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -33,6 +34,8 @@ KNOCK_SECONDS = 5.0  # between two looks for a cluster that is away
 ENDS = (0, REFUSED, *(128 + number for number in last_words.ENDING))  # exit codes after which no attempt follows
 LOOK_SECONDS = 1.0  # between two looks at the processes that the child needs
 GRACE_SECONDS = 5.0  # in which a child that lost one may end by itself
+RECORD = re.compile(r"\[\S+ \S+ (?P<severity>[A-Z]) \d+ \d+\] (?:\([^)]*\) )?\S+: (?P<text>.*)")  # of a log of Ray's
+TAIL = 1 << 16  # bytes of its end that are read
 NEEDED = {"gcs_server": "its control store (gcs_server)", "raylet": "its node process (raylet)"}
 
 
@@ -213,8 +216,24 @@ def _cause(status: int | None, number: int, watched: Told, memory: bool) -> str:
         how = "was killed" if number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP) else "crashed"
         return f"the run's process {how} ({signal.Signals(number).name})"
     code = "" if status is None else f" with exit code {os.waitstatus_to_exitcode(status)}"
+    if error := _last_error_of_ray(watched.told):
+        return f"Ray ended the run's process{code}: {error}; its logs are in {watched.told['ray']}/logs"
     logs = f"; Ray's logs are in {watched.told['ray']}/logs" if "ray" in watched.told else ""
     return f"the run's process ended{code} in the midst of its work, without a word of its own{logs}"
+
+
+def _last_error_of_ray(told: dict[str, Any]) -> str:
+    """The first sentence of what the part of Ray in the run's process logged last, if it is an error: on a cluster of
+    the user's own it ends the process when it cannot reach the control store for a minute."""
+    with suppress(OSError, KeyError):
+        for path in Path(told["ray"], "logs").glob(f"python-core-driver-*_{told['process']}.log"):
+            with path.open("rb") as file:
+                file.seek(-min(path.stat().st_size, TAIL), os.SEEK_END)
+                lines = file.read().decode(errors="replace").splitlines()
+            records = [found for line in lines if (found := RECORD.match(line))]
+            if records and records[-1]["severity"] in "ECF":
+                return records[-1]["text"].partition(". ")[0].rstrip(".")
+    return ""
 
 
 def _end_descendants() -> int:

@@ -41,7 +41,7 @@ def init(**options: Any) -> None:
     try:
         ray.init(**options)
         if (node := ray._private.worker._global_node) is not None:
-            tell(ray=node.get_session_dir_path())
+            tell(ray=node.get_session_dir_path(), process=os.getpid())
     finally:
         utils.set_sigterm_handler = theirs
         renew_handlers()
@@ -86,7 +86,7 @@ class OwnRay:
             ):
                 # address: never a cluster that happens to run here
                 init(address="local", num_cpus=cpus, object_store_memory=store, **options)
-                tell(needs=_main_processes())
+                tell_of_its_processes()
         except BaseException as error:
             begun = set(psutil.Process().children(recursive=True)) - before
             shut_down()
@@ -113,11 +113,20 @@ class OwnRay:
             self._scratch.close()
 
 
-def _main_processes() -> dict[str, int]:
-    """The ids of Ray's processes without which a run cannot go on."""
+def tell_of_its_processes() -> None:
+    """Tell the ids of Ray's processes without which a run cannot go on: of a Ray of its own the node process and the
+    control store; on a cluster the process of this node, for a control store may come back."""
     node = ray._private.worker._global_node
-    found: dict[str, Any] = {} if node is None else node.all_processes
-    return {name: found[name][0].process.pid for name in ("raylet", "gcs_server") if found.get(name)}
+    if node is None:
+        return
+    own: dict[str, Any] = node.all_processes
+    needs = {name: own[name][0].process.pid for name in ("raylet", "gcs_server") if own.get(name)}
+    socket = f"--raylet_socket_name={node.raylet_socket_name}"
+    for process in psutil.process_iter() if not own else ():
+        with suppress(psutil.Error):
+            if process.name() == "raylet" and socket in process.cmdline():
+                needs["raylet"] = process.pid
+    tell(needs=needs)
 
 
 def _folder() -> Scratch | None:

@@ -24,7 +24,7 @@ from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker
 from asyncrlhf.cluster.forked_workers import MALLOC
 from asyncrlhf.cluster.handles import DRIVER, LONG_SECONDS, AnnotatorHandle, EpisodesHandle, GeneratorHandle, Runtime
 from asyncrlhf.cluster.nodes import this_machine
-from asyncrlhf.cluster.own_ray import OwnRay, give_back, init, is_kept, lend, shut_down
+from asyncrlhf.cluster.own_ray import OwnRay, give_back, init, is_kept, lend, shut_down, tell_of_its_processes
 from asyncrlhf.cluster.placement import Plan, Specs, first_turn, generator_part, make_plan, parts_of
 from asyncrlhf.cluster.ray_calls import ask
 from asyncrlhf.cluster.ray_episodes import RayEpisodes
@@ -93,6 +93,7 @@ class RayRuntime(Runtime):
             try:
                 knock(address)
                 init(address=address, runtime_env=inherited, log_to_driver=False, logging_level=logging.ERROR)
+                tell_of_its_processes()
                 tell(cluster=ray.get_runtime_context().gcs_address)
             except (OSError, ValueError, RuntimeError) as error:
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

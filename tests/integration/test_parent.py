@@ -54,8 +54,8 @@ class Command:
         rows = metrics.read_text().splitlines() if metrics.exists() else []
         return int(json.loads(rows[-1])["step"]) if rows else 0
 
-    def says(self, words: str) -> None:
-        """Wait for a sentence."""
+    def says(self, words: str) -> list[str]:
+        """Wait for a sentence; returns what was said up to it."""
         assert self.process.stderr is not None
         deaf = threading.Timer(SECONDS, self.process.kill)
         deaf.start()
@@ -64,6 +64,7 @@ class Command:
             said.append(self.process.stderr.readline())
         assert said[-1], f"it did not say {words!r}, but {said}"
         deaf.cancel()
+        return said
 
     def end(self) -> tuple[int, list[str]]:
         """The exit code, and the sentences."""
@@ -255,6 +256,58 @@ def test_what_died_first_is_the_cause(
     os.close(write)
 
 
+LOGGED = """\
+[2026-11-28 19:52:27,001 I 17023 17475] accessor.cc:450: Received address and liveness notification for node
+	num of failed requests to aggregator: 0
+[2026-11-28 19:53:28,881 W 17023 17475] retryable_grpc_client.cc:85: GCS has been unavailable for more than 60 seconds
+[2026-11-28 19:53:28,881 E 17023 17475] (python) rpc_client.h:204: Failed to connect to GCS within 60 seconds. GCS may
+have been killed. It's either GCS is terminated by `ray stop` or is killed unexpectedly.
+"""
+
+
+@pytest.mark.parametrize(
+    ("process", "logged", "cause"),
+    [
+        (
+            17023,
+            LOGGED,
+            "Ray ended the run's process with exit code 1: Failed to connect to GCS within 60 seconds; its logs",
+        ),
+        (
+            17023,
+            "x" * 200_000 + "\n" + LOGGED.replace("(python) ", ""),
+            "Ray ended the run's process with exit code 1: ",
+        ),
+        (
+            17023,
+            LOGGED[: LOGGED.index("[2026-11-28 19:53:28,881 E")],
+            "the run's process ended with exit code 1 in the",
+        ),
+        (7, LOGGED, "the run's process ended with exit code 1 in the midst of its work"),
+    ],
+    ids=["an error", "after much else", "no error", "of another process"],
+)
+def test_what_ray_logged_last_is_the_cause(
+    process: int,
+    logged: str,
+    cause: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Lines of Ray 2.60, when the control store of a user's own cluster was gone for a minute."""
+    monkeypatch.setattr(parent, "_end_descendants", lambda: 0)  # of this very process
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / f"python-core-driver-01ff_{process}.log").write_text(logged)
+    read, write = os.pipe()
+    told = parent.Told(read)
+    told.told = {"ray": str(tmp_path), "process": 17023}
+    assert parent.speak_for(256, told, memory=False) == 1
+    assert capsys.readouterr().err.startswith(f"asyncrlhf: {cause}")
+    os.close(read)
+    os.close(write)
+
+
 SCRIPT = """
 import sys, asyncrlhf
 
@@ -401,7 +454,8 @@ def test_a_run_waits_for_a_cluster_that_went_away(tmp_path: Path, monkeypatch: p
         for process in psutil.process_iter(["name", "cmdline"]):
             if process.name() in NAMES and address.rpartition(":")[2] in " ".join(process.cmdline()):
                 process.kill()
-        command.says("asyncrlhf: waiting for the Ray cluster at ")
+        said = "".join(command.says("asyncrlhf: waiting for the Ray cluster at "))
+        assert "asyncrlhf: Ray lost its node process (raylet); its logs are in " in said
         assert not lives(own.pid)
         with head(address):
             code, said = command.end()
