@@ -52,12 +52,15 @@ class RecordActor:
         """The number of its process; answers even while it is writing, in a separate thread."""
         return os.getpid()
 
-    def write(self, target: str, rows: Sequence[RolloutRow], places: Sequence[Address | None], *bundles: Any) -> None:
-        """``places``: the address of each row's rollout among ``bundles``; None for a row without one."""
+    def write(self, target: str, rows: Sequence[RolloutRow], places: Sequence[Address | None], *bundles: Any) -> int:
+        """``places``: the address of each row's rollout among ``bundles``; None for a row without one. Returns the
+        number of its process."""
         found = iter(resolved([place for place in places if place is not None], bundles))
         rollouts = [None if place is None else next(found) for place in places]
         write_part(Path(target), rows, rollouts)
+        return os.getpid()
 
-    def save(self, target: str, addresses: Sequence[Address], *bundles: Any) -> None:
-        """Write the rollouts of a checkpoint, joined with their annotations' arrays."""
+    def save(self, target: str, addresses: Sequence[Address], *bundles: Any) -> int:
+        """Write the rollouts of a checkpoint, joined with their annotations' arrays. Returns as :meth:`write`."""
         write_rollouts(Path(target), resolved(addresses, bundles))
+        return os.getpid()

@@ -225,7 +225,7 @@ class Runtime(Protocol):
     rollout is one answer.
     ``sharing``: names of the generators on the learner's devices, which take turns with it. ``maps``: whether a replica
     loads from the learner's memory, so that a load's ticket is all that it needs. ``tell`` is called with the progress
-    of the start, ``told`` with the spans that parts send.
+    of the start, ``told`` with spans, ``survived`` with an annotator's name and death, after which it is asked again.
     """
 
     generators: list[GeneratorHandle]
@@ -236,7 +236,8 @@ class Runtime(Protocol):
     learner: LearnerHandle
     sharing: Collection[str]
     maps: bool = False
-    told: Hear = staticmethod(ignore)  # set it before ``start``
+    told: Hear = staticmethod(ignore)  # set it before ``start``, and ``survived``
+    survived: Callable[[str, ReplicaError], None] = staticmethod(lambda name, error: None)
     tell: Callable[[str], None]
 
     async def start(self) -> None: ...

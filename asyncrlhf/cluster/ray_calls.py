@@ -50,8 +50,8 @@ def translated(name: str, error: RayError) -> Exception:
             if last.startswith(REFUSED):
                 return RefusedStartError(last.removeprefix(REFUSED))
             return ReplicaError(f"{name} could not start: {last}")
-        return ReplicaError(f"{name} died: {lines[0]}{_of_memory(name, str(error))}")
-    return ReplicaError(f"{name} did not answer: {type(error).__name__}: {lines[0]}{_of_memory(name, str(error))}")
+        return ReplicaError(f"{name} died: {_with_memory(name, str(error))}")
+    return ReplicaError(f"{name} did not answer: {type(error).__name__}: {_with_memory(name, str(error))}")
 
 
 class _Kills:
@@ -60,12 +60,18 @@ class _Kills:
     known = memory_kills()
 
 
-def _of_memory(name: str, said: str) -> str:
+def _with_memory(name: str, said: str) -> str:
+    """The first line of what Ray said, and of memory if that was the cause."""
+    first = said.strip().splitlines()[0]
+    further = of_memory(name, said)
+    return f"{first.removesuffix('.')}.{further}" if further else first
+
+
+def of_memory(name: str, said: str = "") -> str:
     """A further sentence where the kernel, or Ray before it, ended a process for memory since the death before."""
     before, _Kills.known = _Kills.known, memory_kills()
     short = _Kills.known > before or "low on memory" in said
-    end = "" if said.strip().splitlines()[0].endswith(".") else "."
-    return f"{end} Memory was short; it needs less {smaller(name)}." if short else ""
+    return f" Memory was short; it needs less {smaller(name)}." if short else ""
 
 
 async def ask_to_start(name: str, reference: Any, seconds: float = START_SECONDS) -> Any:

@@ -307,7 +307,9 @@ class RestartedPart(RayPart[W]):
 
 class RayAnnotator(RestartedPart[AnnotatorWorker]):
     """Restarts its worker also when it has not answered for ``spec.answer_seconds``. Ray's own retries would hide which
-    call killed it."""
+    call killed it. ``survived``: called with its name and its death when its call is repeated."""
+
+    survived: Callable[[str, ReplicaError], None] = staticmethod(lambda name, error: None)
 
     def __init__(self, spec: AnnotatorSpec, number: int, options: Options, start_seconds: float) -> None:
         self._spec = spec
@@ -336,6 +338,7 @@ class RayAnnotator(RestartedPart[AnnotatorWorker]):
         except ReplicaError as error:
             if self._deaths > 1:
                 raise
+            self.survived(self.name, error)
             sent = asyncio.get_running_loop().time()
             told = await self._once("annotate", call)
             self._replaced = error

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from asyncrlhf.actors.messages import Alike
 from asyncrlhf.actors.part import RecordActor
 from asyncrlhf.cluster.handles import RECORD_WRITER, within
-from asyncrlhf.cluster.ray_calls import ask_to_start, translated
+from asyncrlhf.cluster.ray_calls import ask_to_start, of_memory, translated
 from asyncrlhf.cluster.ray_handles import PING, actor_class, addressed
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.records.write.rollout_rows import RolloutRow
@@ -34,6 +34,7 @@ class RayRecords:
     def __init__(self, seconds: float, start_seconds: float) -> None:
         self.actor: Any = None
         self._process: Future[int] = Future()  # the actor's, once it has answered
+        self._wrote = 0  # the process that wrote the last file
         self._seconds, self._start_seconds = seconds, start_seconds
         self._unanswered: set[Future[None]] = set()
         self._looking = asyncio.Lock()
@@ -55,7 +56,8 @@ class RayRecords:
         return self._answer(self._there().save.remote(str(target.resolve()), addresses, *references))
 
     async def written(self, files: Sequence[Future[None]], tell: Callable[[str], None]) -> None:
-        """Wait for the files, and replace the actor if it freezes meanwhile; ``tell`` is then told so."""
+        """Wait for the files, and replace the actor if it freezes meanwhile; ``tell`` is then told so, and of a death
+        after which Ray has started it again."""
         waiting = [asyncio.wrap_future(file) for file in files]
         while (await asyncio.wait(waiting, timeout=self._seconds))[1]:
             if self.actor is not None:
@@ -63,6 +65,15 @@ class RayRecords:
                     await self._look(tell)
         for file in waiting:
             file.exception()  # marks it as seen for asyncio; the recorder raises it
+        self._renew(tell)
+
+    def _renew(self, tell: Callable[[str], None]) -> None:
+        known = self._process.result() if self._process.done() and self._process.exception() is None else 0
+        if self._wrote and known != self._wrote:
+            if known:
+                tell(f"{RECORD_WRITER.capitalize()} died and was started again.{of_memory(RECORD_WRITER)}")
+            self._process = Future()
+            self._process.set_result(self._wrote)
 
     async def _look(self, tell: Callable[[str], None]) -> None:
         """Ping the actor; without an answer, end its process and wait until Ray has started another."""
@@ -74,6 +85,7 @@ class RayRecords:
             self._kill()
         except RayActorError:
             pass  # it died, and Ray starts it again
+        self._wrote = 0
         with suppress(ReplicaError):  # not again: then the calls fail, too
             self._process = self._asked()
             await ask_to_start(RECORD_WRITER, asyncio.wrap_future(self._process), self._start_seconds)
@@ -111,8 +123,10 @@ class RayRecords:
         self._unanswered.add(answer)
         answer.add_done_callback(self._unanswered.discard)
 
-        def pass_on(found: Future[None]) -> None:
+        def pass_on(found: Future[int]) -> None:
             error = found.exception()
+            if error is None:
+                self._wrote = found.result()
             if isinstance(error, RayError):
                 error = translated(RECORD_WRITER, error)
             with suppress(InvalidStateError):  # the run is over

@@ -225,7 +225,7 @@ class RayRuntime(Runtime):
         numbers = range(spec.settings.workers)
         workers: list[AnnotatorHandle] = []
         for worker in (RayAnnotator(spec, i, options(f"{spec.kind}-{i}"), seconds) for i in numbers):
-            worker.told, worker.renew = self.told, self._renewed
+            worker.told, worker.renew, worker.survived = self.told, self._renewed, self.survived
             workers.append(worker)
         return workers
 

@@ -115,7 +115,7 @@ class Controller:
         self.config = config
         self.state = build_state(config, view.message, recorder.journal)
         self.state.published = view.published
-        self._runtime = runtime
+        self._runtime, runtime.survived = runtime, self.state.survived
         self._source = source
         self._sampling = sampling
         self._view = view
@@ -125,8 +125,7 @@ class Controller:
         self._assembly = Assembly(self.state, self._log.discard)
         self._normalizer = RewardNormalizer(config.reward)
         self._critic_versions = CriticVersions(self.state, runtime)
-        hand_over = self._critic_versions.hand_over
-        self._publisher = WeightPublisher(self.state, runtime, vocab_size, hand_over)
+        self._publisher = WeightPublisher(self.state, runtime, vocab_size, self._critic_versions.hand_over)
         self._turns = Turns(self.state, runtime, self._publisher.idle)
         self._bookkeeping = Bookkeeping(
             self.state, runtime, source, heldout, self._publisher, self._turns, self._normalizer, self._log, recorder,

@@ -226,6 +226,11 @@ class RunState:
         if replica.alive:
             self.bury(replica, error)
 
+    def survived(self, worker: str, error: ReplicaError) -> None:
+        """Report the death of a worker whose call is repeated."""
+        self.journal.note("died", replica=worker, reason=str(error))
+        self.message(f"{error} Its call is repeated.")
+
     async def heard(self, replica: Replica, answer: Awaitable[R]) -> R | None:
         """The replica's answer, or None if the replica died, which this reports. The end of a process that has been
         replaced meanwhile is no death of the replica."""

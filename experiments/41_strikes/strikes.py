@@ -204,13 +204,13 @@ def _targets(kind: str, command: Command) -> list[psutil.Process]:
 
 
 @contextmanager
-def limited(process: psutil.Process, name: str) -> Iterator[None]:
-    """Give a process no more memory than it has, so that the kernel ends it when it asks for more. What is moved to a
-    group brings no pages with it: only those count that it asks for from now on."""
+def limited(process: psutil.Process, name: str, limit: int = 2**20) -> Iterator[None]:
+    """Give a process no more than ``limit`` bytes beside what it has, so that the kernel ends it when it asks for more.
+    What is moved to a group brings no pages with it: only those count that it asks for from now on."""
     group = GROUPS / name
     group.mkdir()
     try:
-        (group / "memory.limit_in_bytes").write_text(str(2**20))
+        (group / "memory.limit_in_bytes").write_text(str(limit))
         (group / "cgroup.procs").write_text(str(process.pid))
         yield
     finally:

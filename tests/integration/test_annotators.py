@@ -17,7 +17,7 @@ import torch
 from asyncrlhf.actors.annotator import AnnotatorActor
 from asyncrlhf.actors.messages import ArrayBundle, RolloutBundle
 from asyncrlhf.cluster.handles import AnnotatorHandle, WorkerLostError
-from asyncrlhf.cluster.local_runtime import LocalAnnotator, LocalGenerator, LocalLearner, fetch_local
+from asyncrlhf.cluster.local_runtime import LocalAnnotator, LocalGenerator, LocalLearner, LocalRuntime, fetch_local
 from asyncrlhf.cluster.parts import critic_spec, reference_spec
 from asyncrlhf.cluster.ray_handles import RayAnnotator
 from asyncrlhf.cluster.ray_runtime import RayRuntime
@@ -185,6 +185,21 @@ def test_a_rollout_that_fails_or_kills_its_worker_is_one_failure_and_its_neighbo
     assert len(deaths(tmp_path, kind)) >= 2 * len(killers)
 
 
+def test_a_death_after_which_a_call_was_repeated_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = LocalRuntime.start
+
+    async def and_survive(runtime: LocalRuntime) -> None:
+        await start(runtime)
+        runtime.survived("reward-0", ReplicaError("reward-0 died: struck by the test."))
+
+    monkeypatch.setattr(LocalRuntime, "start", and_survive)
+    loop.run(tmp_path, *SERVED, "steps=1", "logging.progress=plain")
+    assert deaths(tmp_path, "reward") == ["reward-0 died: struck by the test."]
+    assert "reward-0 died: struck by the test. Its call is repeated." in " ".join(capsys.readouterr().out.split())
+
+
 def test_when_all_fail_the_run_ends_with_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meddle_with(monkeypatch, "critic", wrapped(lambda _: True, "nothing at all"))
     with pytest.raises(AsyncRLHFError, match=r"of the last 16 rollouts failed.*nothing at all"):
@@ -282,6 +297,8 @@ def test_under_ray_a_killed_worker_loses_nothing(tmp_path: Path, monkeypatch: py
     common = ("async.mode=sync", "steps=2")  # further on, rounding differences have grown
     served = ray_run.run(tmp_path / "ray", *SERVED, *common, f"{kind}.workers=2")
     assert struck == [f"{kind}-0"]
+    (death,) = deaths(tmp_path / "ray", kind)
+    assert death.startswith(f"{kind}-0 died: ")
     served.assert_ledger_whole()
     assert not served.summary["ledger"]["failed"]
     local = loop.run(tmp_path / "local", *OWN, *common)

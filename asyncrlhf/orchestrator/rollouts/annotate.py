@@ -80,13 +80,11 @@ class Annotator:
         """Call one worker in a loop. Returns when it is lost; raises ReplicaError if no other worker is left."""
         while True:
             await self._state.queue.wait_for(lambda: self._has_work(worker))
-            batch = await self._next_batch(worker)
-            if not batch:
+            if not (batch := await self._next_batch(worker)):
                 if not await self._read_ahead(worker):
                     return
                 continue
-            ids = {w.rollout_id for w in batch}
-            self.in_hand[worker.name] = ids
+            self.in_hand[worker.name] = {w.rollout_id for w in batch}
             self._calls += 1
             try:
                 annotations = await self._call(worker, batch)
@@ -209,13 +207,12 @@ class Annotator:
         again = f" Its {len(batch)} rollouts are scored again, one by one." if batch else ""
         self._state.message(f"{error}{again}")
         for info in batch:
-            rollout_id = info.rollout_id
-            self._deaths[rollout_id] = self._deaths.get(rollout_id, 0) + 1
-            if self._deaths[rollout_id] <= DEATHS_ALLOWED:
+            deaths = self._deaths[info.rollout_id] = self._deaths.get(info.rollout_id, 0) + 1
+            if deaths <= DEATHS_ALLOWED:
                 self._suspects.append(info)
                 continue
-            cause = f"Its {self.title} died {self._deaths[rollout_id]} times with it: {error}"
-            self._file([info], [Annotation(rollout_id, error=cause)])
+            cause = f"Its {self.title} died {deaths} times with it: {error}"
+            self._file([info], [Annotation(info.rollout_id, error=cause)])
         self._state.progressed()
 
 

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
-from asyncrlhf.cluster import ray_records
+from asyncrlhf.cluster import ray_calls, ray_records
 from asyncrlhf.cluster.calls import keep_calls
 from asyncrlhf.cluster.ray_records import RayRecords
 from asyncrlhf.errors import ReplicaError, failure_sentence
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> tuple[RayRecords, list[Future[None]]]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> tuple[RayRecords, list[Future[Any]]]:
     """A handle whose actor answers when the test says so: the futures of its calls."""
-    calls: list[Future[None]] = []
+    calls: list[Future[Any]] = []
 
     def write(*_: Any) -> Any:
         calls.append(Future())
@@ -50,7 +50,7 @@ class Answer:
         return asyncio.wrap_future(self.answer).__await__()
 
 
-def test_no_wait_for_a_file_outlives_the_run(asked: tuple[RayRecords, list[Future[None]]]) -> None:
+def test_no_wait_for_a_file_outlives_the_run(asked: tuple[RayRecords, list[Future[Any]]]) -> None:
     records, calls = asked
     written, lost = (records.write_part(Path("part"), [], []) for _ in range(2))
     calls[0].set_result(None)
@@ -61,7 +61,7 @@ def test_no_wait_for_a_file_outlives_the_run(asked: tuple[RayRecords, list[Futur
     calls[1].set_result(None)  # too late, and no error of a thread of Ray's
 
 
-def test_its_death_for_good_is_told_as_such(asked: tuple[RayRecords, list[Future[None]]]) -> None:
+def test_its_death_for_good_is_told_as_such(asked: tuple[RayRecords, list[Future[Any]]]) -> None:
     records, calls = asked
     lost = records.write_part(Path("part"), [], [])
     calls[0].set_exception(RayActorError())
@@ -70,7 +70,7 @@ def test_its_death_for_good_is_told_as_such(asked: tuple[RayRecords, list[Future
 
 
 def test_its_own_exception_is_told_in_one_line_that_names_it(
-    asked: tuple[RayRecords, list[Future[None]]], tmp_path: Path
+    asked: tuple[RayRecords, list[Future[Any]]], tmp_path: Path
 ) -> None:
     """Ray's message of such an exception is a traceback, whose first line names only a process."""
     records, calls = asked
@@ -82,7 +82,7 @@ def test_its_own_exception_is_told_in_one_line_that_names_it(
 
 
 def test_of_several_that_wait_for_a_frozen_one_one_replaces_it(
-    asked: tuple[RayRecords, list[Future[None]]], monkeypatch: pytest.MonkeyPatch
+    asked: tuple[RayRecords, list[Future[Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each replacement counts as a restart, of which it has few."""
     records, calls = asked
@@ -114,7 +114,7 @@ def test_of_several_that_wait_for_a_frozen_one_one_replaces_it(
 
 
 def test_a_frozen_process_is_ended_at_once(
-    asked: tuple[RayRecords, list[Future[None]]], monkeypatch: pytest.MonkeyPatch
+    asked: tuple[RayRecords, list[Future[Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray gives a process seconds to end itself, in which a frozen one does nothing and the run stands still."""
     records, calls = asked
@@ -139,3 +139,28 @@ def test_a_frozen_process_is_ended_at_once(
 
         asyncio.run(asyncio.wait_for(ended(), 60))
         assert frozen.returncode == -signal.SIGKILL and records._process.result(0) == 2
+
+
+def test_a_death_after_which_ray_started_it_again_is_told(
+    asked: tuple[RayRecords, list[Future[Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, with its cause if that was memory; and what is ended when it freezes is the process that writes now."""
+    records, calls = asked
+    said: list[str] = []
+    ended: list[int] = []
+    monkeypatch.setattr(ray_calls, "memory_kills", lambda: ray_calls._Kills.known + 1)
+    monkeypatch.setattr(ray_records.os, "kill", lambda process, _: ended.append(process))
+    records._process = Answer(7).future()
+
+    async def write(*processes: int) -> None:
+        files = [records.write_part(Path("part"), [], []) for _ in processes]
+        for call, process in zip(calls[-len(files) :], processes, strict=True):
+            call.set_result(process)
+        await records.written(files, said.append)
+
+    for processes in ((7,), (7, 8), (8, 8)):
+        asyncio.run(write(*processes))
+    memory = "Memory was short; it needs less with a smaller logging.flush_every."
+    assert said == [f"The record writer died and was started again. {memory}"]
+    records._kill()
+    assert ended == [8]

@@ -68,18 +68,22 @@ def test_a_worker_that_freezes_is_started_again_and_asked_once_more(monkeypatch:
     run_virtual(main())
 
 
-def test_a_death_that_a_second_call_hid_is_told_to_the_reader_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or chunks would go to a worker that has not their beginning, and count as read."""
+def test_a_death_that_a_second_call_hid_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the run, and to the reader of chunks: or these would go to a worker that has not their beginning, and count as
+    read."""
 
     async def main() -> None:
         worker = Scripted(monkeypatch, DEAD, ["scores"], Prefilled(True), ["more scores"], Prefilled(True))
         monkeypatch.setattr(ray_handles, "placed", lambda annotations, arrays: annotations)
+        survived: list[tuple[str, str]] = []
+        worker.survived = lambda name, error: survived.append((name, str(error)))
         assert await worker.annotate([]) == ["scores"]
         with pytest.raises(ReplicaError, match="reward-0 died"):
             await worker.prefill([], [])
         assert (await worker.prefill([], [])).taken
         assert await worker.annotate([]) == ["more scores"]
         assert (await worker.prefill([], [])).taken
+        assert survived == [("reward-0", "reward-0 died.")]
 
     run_virtual(main())
 
