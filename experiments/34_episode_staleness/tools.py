@@ -2,6 +2,7 @@
 
     python -m experiments.34_episode_staleness.tools local   # the virtual clock
     python -m experiments.34_episode_staleness.tools ray     # real time, without the tools of 5 s
+    python -m experiments.34_episode_staleness.tools busy    # busy.csv: 256 episodes under Ray, is the learner busy?
 
 Four turns an episode, each of 0.25 s in the median (fake engine) and then the tool; 32 episodes a step of 0.5 s.
 """
@@ -14,7 +15,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,11 @@ RAY_MODES = ((0, 32), (1, 256), (2, 256), (4, 256), (2, 32))
 SEEDS = (0, 1, 2)
 # Of a run; the steps between which its time is measured. Batches come in bursts of the bound + 1.
 STEPS = {"local": (24, 5, 20), "ray": (18, 5, 13)}
+# 256 episodes at a time, whose tools take ten times the sampling: they make 58 a second, and the learner needs 32.
+BUSY = (
+    "batch_size=16", "async.max_staleness=24", "buffer.capacity=512", "generator.fake.latency_median=0.1", "steps=120",
+)  # fmt: skip
+BUSY_FROM, BUSY_TO = 20, 120  # the steps between which its time is measured
 KEY = ["runtime", "tool_seconds", "bound", "concurrency", "seed"]
 COLUMNS = [*KEY, "step_seconds", "busy", "staleness", "learner_seconds"]
 
@@ -81,14 +87,24 @@ def overrides(cell: Cell) -> list[str]:
 
 def run(cell: Cell) -> dict[str, Any]:
     """The row of one run."""
+    _, first, last = STEPS[cell.runtime]
+    return measured(cell, overrides(cell), first, last)
+
+
+def busy(seed: int) -> dict[str, Any]:
+    cell = Cell("ray", 1.0, 24, 256, seed)
+    given = [word for word in overrides(cell) if word.partition("=")[0] not in {own.partition("=")[0] for own in BUSY}]
+    return measured(cell, [*given, *BUSY], BUSY_FROM, BUSY_TO)
+
+
+def measured(cell: Cell, words: Sequence[str], first: int, last: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="tools-") as folder:
-        given = [*overrides(cell), f"run_dir={folder}/run"]
+        given = [*words, f"run_dir={folder}/run"]
         if cell.runtime == "local":
             train(load_config(given))
         else:  # a Ray of its own
             subprocess.run([sys.executable, "-m", "asyncrlhf", "train", *given], check=True, capture_output=True)
         rows = read_metrics(Path(folder) / "run" / METRICS_FILE)
-    _, first, last = STEPS[cell.runtime]
     counted = rows[first:last]
     seconds = rows[last - 1]["wall_time"] - rows[first - 1]["wall_time"]
     trained = sum(row["train_seconds"] for row in counted)
@@ -105,14 +121,18 @@ def train_nothing(self: TorchBackend, batch: Any) -> StepResult:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runtime", choices=("local", "ray"))
+    parser.add_argument("what", choices=("local", "ray", "busy"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     TorchBackend.train_step = train_nothing  # type: ignore[method-assign]
+    if options.what == "busy":
+        rows = [busy(seed) for seed in SEEDS]
+        pd.DataFrame(rows, columns=COLUMNS).to_csv(HERE / "busy.csv", index=False, float_format="%.5g")
+        return
     path = HERE / "tools.csv"
     known = pd.read_csv(path) if path.exists() else pd.DataFrame(columns=COLUMNS)
     done = set(known[KEY].itertuples(index=False, name=None))
-    for cell in grid(options.runtime):
+    for cell in grid(options.what):
         if astuple(cell) not in done:
             row = run(cell)
             append(path, [row], COLUMNS)
