@@ -394,6 +394,7 @@ print(json.dumps(loaded))
 """
 
 
+@pytest.mark.more
 def test_layers_0_to_5_import_without_the_heavy_packages() -> None:
     """In a process of its own: a learner or an engine can be used and tested without Ray, and starts quickly."""
     names = [name_of(p) for p in modules() if LAYERS.get(part_of(name_of(p)), 9) <= 5 and p != PACKAGE / "__init__.py"]

@@ -66,7 +66,7 @@ def executed(path: Path, kernel: KernelManager, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
-@pytest.mark.more_but("first_run.ipynb", "04_own_reward_and_data.ipynb")
+@pytest.mark.more_but("first_run.ipynb")
 def test_notebook_runs(path: Path, kernel: KernelManager, tmp_path: Path) -> None:
     executed(path, kernel, tmp_path)
     assert list(tmp_path.iterdir()) == [], "a notebook leaves nothing in the folder that it is opened in"

@@ -36,6 +36,8 @@ CORRECTIONS = {
     "icepop": ("algorithm=icepop",),  # tokens with a ratio outside of 0.5 to 5 leave the loss
     "tail": ("algorithm=icepop", "algorithm.correction_low=0.86"),  # the lower tail by Sparrow's threshold, by token
     "seq_mask": ("algorithm=seq_mask",),  # sequences with a product of ratios outside of 0.5 to 5 leave it
+    # Sequences with a mean ratio outside of 0.1 to 10, which is another measure than their product.
+    "geo_mask": ("algorithm=geo_mask", "algorithm.correction_low=0.1", "algorithm.correction_high=10"),
 }
 # In the order in which they are run: cache, share, lag, correction.
 ARMS = (
@@ -58,6 +60,7 @@ ARMS = (
     ("chunk_sink-first", 0.5, 0, "tail"),
     ("window", 0.25, 0, "tis"),
     ("window", 0.8, 0, "none"),
+    ("chunk_sink-first", 0.5, 0, "geo_mask"),
 )
 SEEDS, STEPS, RATE = (0, 1, 2), 32, 2e-5
 COMPARED, LAST = 4, 10  # one rollout of so many is compared with the whole cache; steps in ``train_reward``

@@ -171,7 +171,7 @@ def test_steps_move_the_weights_and_resume_goes_on_bit_for_bit(make: Make, tmp_p
     assert all(torch.equal(expected[key], tensor) for key, tensor in resumed.parameters().items())
 
 
-@pytest.mark.more_but("torch", "zero3")
+@pytest.mark.more_but("torch")
 def test_a_checkpoint_that_does_not_fit_is_refused(make: Make, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is missing"):
         make().load(tmp_path)

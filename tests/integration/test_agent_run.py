@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from asyncrlhf.episodes.adapters import verifiers_program
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.read.verify import verify
 from tests.loop import Finished
@@ -17,6 +19,7 @@ from tests.ray_run import run
 pytestmark = pytest.mark.usefixtures("ray_local")
 
 FOLDER = Path(__file__).resolve().parents[1]
+VERIFIERS = os.environ.get("VERIFIERS_PYTHON", "")  # as tests/unit/episodes/test_verifiers_program.py has it
 SMALL = ("generator.max_completion_length=40", "generator.slots=16", "reward.kind=environment", "num_generations=2")
 
 
@@ -45,6 +48,26 @@ def test_an_agent_with_openais_client_trains(
     command = f"episode.agent_command={sys.executable} {FOLDER / 'agents.py'} sums"
     done = run(tmp_path, *SMALL, f"steps={steps}", f"batch_size={batch}", command)
     assert_played(done, steps, batch)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not VERIFIERS, reason="VERIFIERS_PYTHON names no interpreter that has verifiers")
+@pytest.mark.timeout(900)
+def test_a_taskset_of_verifiers_trains_twenty_steps(tmp_path: Path) -> None:
+    """Each episode is a process of verifiers' own environment, which plays and scores a task by the run's address."""
+    own = f"PYTHONPATH={FOLDER / 'verifiers_tasks'} TMPDIR={tmp_path}"  # uv leaves a lock in it
+    command = f"episode.agent_command=env {own} {VERIFIERS} {verifiers_program.__file__} sums_taskset"
+    done = run(
+        tmp_path / "run", *SMALL, "steps=20", "batch_size=2", command, "episode.concurrency=4",
+        "episode.timeout_seconds=200", "stall_timeout_seconds=200",
+    )  # fmt: skip
+    done.assert_ledger_whole()
+    assert len(done.metrics) == 20 and len(done.trained) == 40 and not done.summary["ledger"]["failed"]
+    assert all((np.asarray(versions) >= 0).all() for versions in done.trained.policy_versions), "one turn an episode"
+    assert set(done.trained.reward) <= {0.0, 1.0}
+    right = [str(2 * int(row.prompt.split("+")[0][-1])) in row.response for row in done.trained.itertuples()]
+    assert right == [bool(reward) for reward in done.trained.reward], "the score is that of verifiers' own task"
+    assert verify(done.folder) == []
 
 
 @pytest.mark.more

@@ -246,6 +246,7 @@ def test_the_learner_is_busy_while_tools_take_ten_times_the_sampling(
     assert 100 * 0.3 / (ended - begun) >= 0.9
 
 
+@pytest.mark.more
 def test_slots_are_not_idle_while_environments_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train_nothing(monkeypatch)
 

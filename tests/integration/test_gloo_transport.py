@@ -223,6 +223,7 @@ def test_a_forwarder_that_dies_is_named_alone_and_the_others_get_the_version(
 
 
 @pytest.mark.parametrize(("fetched", "victim"), [(False, "g1"), (True, "g1"), (True, "g0")])
+@pytest.mark.more_but("g0")
 def test_a_forwarder_that_hangs_is_named_after_the_time_out(make_cluster: Any, fetched: bool, victim: str) -> None:
     names = ["g0", "g1", "g2"]
     cluster = make_cluster(names, timeout_seconds=4.0, relay=True, fetched=fetched)
@@ -242,6 +243,7 @@ def test_a_forwarder_that_hangs_is_named_after_the_time_out(make_cluster: Any, f
     check_delivery(cluster, 2, living)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("fetched", [False, True])
 def test_a_hang_in_the_middle_ends_in_the_time_out(make_cluster: Any, fetched: bool) -> None:
     cluster = make_cluster(["g0", "g1"], timeout_seconds=4.0, fetched=fetched)

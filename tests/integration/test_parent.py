@@ -97,7 +97,11 @@ def started(folder: Path, *words: str):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize(
-    ("number", "word"), [(signal.SIGSEGV, "crashed (SIGSEGV)"), (signal.SIGKILL, "was killed (SIGKILL)")]
+    ("number", "word"),
+    [
+        pytest.param(signal.SIGSEGV, "crashed (SIGSEGV)", marks=pytest.mark.more),
+        (signal.SIGKILL, "was killed (SIGKILL)"),
+    ],
 )
 def test_a_process_that_dies_is_spoken_for(number: signal.Signals, word: str, tmp_path: Path) -> None:
     """What it left is ended, too, even a process of a session of its own, whose parent is gone."""
@@ -154,6 +158,7 @@ def test_a_run_goes_on_by_itself(tmp_path: Path) -> None:
         assert "<h3>Attempts</h3>" in page and page.count("failed: the run&#39;s process was killed (SIGKILL).") == 3
 
 
+@pytest.mark.more
 def test_an_attempt_that_dies_before_it_has_read_its_settings_is_one_too(tmp_path: Path) -> None:
     """Its first import kills it, once."""
     (tmp_path / "hydra.py").write_text(KILLS)
@@ -172,6 +177,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.more
 def test_attempts_without_a_step_end(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text(FAILS)
     with started(tmp_path, *LOCAL, "steps=40", "restarts=9", "algorithm.loss.target=fails:loss") as command:
@@ -188,6 +194,7 @@ def loss(tokens):
 """
 
 
+@pytest.mark.more
 def test_a_signal_to_the_whole_group_ends_in_order(tmp_path: Path) -> None:
     """As a scheduler sends it: the run must not take what the parent passes on for a second signal. To one process
     alone: test_notices.py."""
@@ -209,7 +216,8 @@ def test_two_signals_end_at_once(tmp_path: Path) -> None:
         assert command.end()[0] == 128 + signal.SIGTERM
 
 
-@pytest.mark.parametrize("lost", ["raylet", pytest.param("gcs_server", marks=pytest.mark.more)])
+@pytest.mark.more
+@pytest.mark.parametrize("lost", ["raylet", "gcs_server"])
 def test_without_rays_processes_a_run_ends_in_seconds(lost: str, tmp_path: Path) -> None:
     with started(tmp_path, *FAKE, *QUIET, "steps=100000", "checkpoint.every=5") as command:
         own = command.until(8)
@@ -322,7 +330,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("end", ["raises", "killed"])
+@pytest.mark.parametrize("end", [pytest.param("raises", marks=pytest.mark.more), "killed"])
 def test_a_script_of_the_python_api_is_spoken_for_too(end: str, tmp_path: Path) -> None:
     """It keeps its traceback where it has one."""
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -369,6 +377,7 @@ def temporary() -> Iterator[str]:
         yield folder
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("verb", ["evaluate", "sweep"])
 def test_an_evaluation_and_a_sweep_of_the_python_api_are_spoken_for(verb: str, tmp_path: Path, temporary: str) -> None:
     (tmp_path / "script.py").write_text(OTHERS)

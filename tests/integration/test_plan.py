@@ -145,6 +145,7 @@ def test_a_plan_relays_weights_to_replicas_with_workers(own: str, tensor: int, t
     assert changed(settings, *task.overrides(layout)).weights.transport == transport
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "cut",
     [
@@ -154,7 +155,6 @@ def test_a_plan_relays_weights_to_replicas_with_workers(own: str, tensor: int, t
         {"learner.backend": "deepspeed", "learner.zero_stage": 2, "learner.sequence_parallel_size": 2},
     ],
 )  # fmt: skip
-@pytest.mark.more_but(every=4)
 def test_a_learner_may_have_more_ranks_than_a_batch_has_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: dict[str, Any]
 ) -> None:

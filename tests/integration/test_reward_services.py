@@ -66,7 +66,7 @@ def failed_rows(done: Finished, cause: str) -> int:
     ("misbehaviour", "cause"),
     [("hang", "took longer than reward.timeout_seconds=0.3"), ("nonsense", "no JSON"), ("short", "scores for")],
 )
-@pytest.mark.more_but(every=3)
+@pytest.mark.more_but("nonsense")
 def test_an_endpoint_that_misbehaves_now_and_then_costs_single_rollouts(
     tmp_path: Path, misbehaviour: str, cause: str
 ) -> None:

@@ -317,8 +317,8 @@ ENDS = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("fault", ENDS)
-@pytest.mark.more_but(every=3)
 def test_a_fault_during_a_publish_ends_it_with_a_sentence(fault: str, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     with suppress(EOFError):  # of a killed rank

@@ -54,7 +54,7 @@ class Policy:
         return own_logprobs(self.model(torch.from_numpy(text)[None]).logits[0], text)
 
 
-@pytest.mark.more_but(every=2)
+@pytest.mark.more
 def test_each_load_in_flight_leaves_the_adapted_model_and_the_base_as_it_was(tiny: TinyVllm) -> None:
     """Twelve adapters one after the other, with sequences under way: the newest one alone is applied."""
     engine, policy = tiny.engine(6), Policy(tiny)

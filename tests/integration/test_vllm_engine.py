@@ -51,7 +51,7 @@ def reference(tiny: TinyVllm, weights: Weights, text: IntArray) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.more_but(every=2)
+@pytest.mark.more
 def test_twenty_updates_in_flight_leave_the_same_model(tiny: TinyVllm) -> None:
     engine = tiny.engine(8)
     engine.submit(requests(8, 110))

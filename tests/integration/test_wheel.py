@@ -62,6 +62,7 @@ def test_help_and_a_composed_config_come_from_the_wheel(path: list[str], tmp_pat
     assert "lr: sqrt_ess" in shown
 
 
+@pytest.mark.more
 def test_a_run_trains_and_reports_from_the_wheel(path: list[str], tmp_path: Path) -> None:
     settings = "runtime=local async.mode=sync steps=2 batch_size=16 task.heldout_size=4 logging.wandb=disabled"
     run([*PYTHON, "-m", "asyncrlhf", "train", *settings.split(), "run_dir=run"], tmp_path, path)

@@ -124,6 +124,7 @@ def test_a_worker_without_a_server_is_run_by_the_interpreter(folder: Path) -> No
     assert facts["pid"] == facts["started"] and facts["GIVEN"] == "by the caller"
 
 
+@pytest.mark.more
 def test_workers_of_a_server_whose_imports_open_a_device_are_not_forked(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

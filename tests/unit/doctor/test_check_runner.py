@@ -64,6 +64,7 @@ def test_a_check_that_hangs_is_killed_with_all_that_it_started_and_the_later_one
     assert not lives(int((tmp_path / "pid").read_text()))
 
 
+@pytest.mark.more
 def test_an_interrupted_runner_ends_its_check(tmp_path: Path) -> None:
     """By Ctrl-C: the process of the check is not left to itself."""
     code = "from asyncrlhf.doctor.check_runner import output; output(['sleep', '100'], 100)"
@@ -110,8 +111,8 @@ gpu_check.run(Path(sys.argv[1]), quick=True)
 """
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("moment", ["check", "write"])
-@pytest.mark.more_but("write")
 def test_a_runner_killed_in_the_second_leaves_the_first_in_the_file_and_on_the_terminal(
     moment: str, tmp_path: Path
 ) -> None:

@@ -217,6 +217,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("where", "name", "fault"), FAULTS, ids=[fault.__name__ for _, _, fault in FAULTS])
 def test_planted_faults_are_found(where: type, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = CacheConfig("chunk_sink", tokens=12, window=6, every=3)

@@ -150,7 +150,7 @@ def called_on_a_gpu(algorithm: AlgorithmConfig, learner: dict[str, Any]) -> tupl
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.more_but("m2po", "ppo", "vcpo")
+@pytest.mark.more_but("m2po", "vcpo")
 def test_no_preset_needs_what_torch_refuses_on_a_gpu_or_has_the_host_wait_for_each_microbatch(name: str) -> None:
     algorithm = preset(name)
     _, counts = called_on_a_gpu(algorithm, {})

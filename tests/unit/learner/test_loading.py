@@ -209,8 +209,8 @@ def numbers(config: ModelConfig) -> int:
 
 
 @needs_deepspeed
+@pytest.mark.more
 @pytest.mark.parametrize("mixed_precision", ["none", "bfloat16"])
-@pytest.mark.more_but("none")
 def test_zero_3_reads_each_tensor_once_and_trains_as_the_model_loaded_whole(
     mixed_precision: str, tmp_path: Path
 ) -> None:

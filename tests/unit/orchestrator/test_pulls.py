@@ -44,7 +44,7 @@ def loads(events: list[Event], replica: str) -> list[int]:
     return [facts["version"] for _, event, facts in events if event == "loaded" and facts["replica"] == replica]
 
 
-@pytest.mark.parametrize("world", ["generators are slower", "learner is slower"])
+@pytest.mark.parametrize("world", ["generators are slower", pytest.param("learner is slower", marks=pytest.mark.more)])
 def test_pull_is_as_fast_as_push_and_no_staler(world: str) -> None:
     pull, push = (bench.figures(bench.imitate(bench.WORLDS[world], "steps=60", way), 64) for way in (PULL, PUSH))
     assert pull["rollouts_per_second"] >= 0.9999 * push["rollouts_per_second"]
@@ -72,6 +72,7 @@ def test_nothing_begins_with_weights_older_than_those_of_the_machine() -> None:
     assert len(begun) > 1500 and stale == []
 
 
+@pytest.mark.more
 def test_one_that_loads_slowly_delays_only_itself() -> None:
     """The others get every version as fast as if it were not there; it skips some, and still works."""
     events: list[Event] = []

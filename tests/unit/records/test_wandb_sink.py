@@ -168,7 +168,10 @@ print(json.dumps([sinks.finish({})["wandb"], [p.pid for p in struck]]), flush=Tr
 
 @pytest.mark.parametrize(
     ("struck", "sentence"),
-    [("SIGKILL", "The sink wandb stopped recording ("), ("SIGSTOP", "had not finished 3 s after the run's end")],
+    [
+        ("SIGKILL", "The sink wandb stopped recording ("),
+        pytest.param("SIGSTOP", "had not finished 3 s after the run's end", marks=pytest.mark.more),
+    ],
 )
 def test_the_process_of_wandb_killed_or_frozen(tmp_path: Path, struck: str, sentence: str) -> None:
     """Said in one sentence; the command ends, and with it every process of W&B: else its output would stay open."""
@@ -278,6 +281,7 @@ def test_nothing_is_lost_if_the_network_fails_in_the_run(
     assert {row["step"]: row["policy/loss"] for row in sent.values()} == {s: 0.5 / s for s in range(1, 5)}
 
 
+@pytest.mark.more
 def test_a_server_that_is_not_there_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = WandbServer()
     gone.kill()

@@ -60,6 +60,7 @@ def test_a_second_replica_is_worth_a_second_core(tmp_path: Path, cores: int, gai
     assert one["step_seconds"] / two["step_seconds"] == pytest.approx(gain, rel=0.05)
 
 
+@pytest.mark.more
 def test_each_call_takes_time_from_a_generator_on_the_controllers_core(tmp_path: Path) -> None:
     """10 ms for each call beside 0.64 s of decoding per batch; every second publish is left out, with its 5 calls."""
     free, costs = (Fitted((0.01, 0.0, 0.0), (0.1, 0.0), call=seconds) for seconds in (0.0, 0.01))
@@ -70,6 +71,7 @@ def test_each_call_takes_time_from_a_generator_on_the_controllers_core(tmp_path:
     assert each - second == pytest.approx(0.025, abs=0.005) and second > none
 
 
+@pytest.mark.more
 def test_the_controllers_work_takes_time_from_a_generator_on_its_core(tmp_path: Path) -> None:
     """Per batch 0.64 s of decoding and 3 x 64 x 1 ms of messages: added up on one core, side by side on two."""
     costs = Fitted((0.01, 0.0, 0.0), (0.1, 0.0), message=1e-3)
@@ -101,6 +103,7 @@ def test_a_replica_with_more_work_sends_results_together(tmp_path: Path) -> None
     assert (quick["staleness"], slow["staleness"]) == (0.25, 0.5)
 
 
+@pytest.mark.more
 def test_a_part_that_waits_for_its_core_finds_cold_caches(tmp_path: Path) -> None:
     """Two replicas on one core wait for half of the time: at 0.2 s more per second of it, 0.5 s of a core do the work
     of 0.4 s. A replica that has a core to itself never waits."""
