@@ -165,6 +165,7 @@ def test_there_are_commands_to_look_at() -> None:
     assert len(ALL) > 30 and {command for command in QUICK} <= {command for _, command in ALL}
 
 
+@pytest.mark.more
 def test_every_command_can_be_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     furnish(tmp_path / "page")
     monkeypatch.chdir(tmp_path / "page")

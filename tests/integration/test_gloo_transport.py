@@ -222,8 +222,8 @@ def test_a_forwarder_that_dies_is_named_alone_and_the_others_get_the_version(
     assert [cluster.answer(name)[0] for name in living] == [tensor_digests(model(version))] * 4
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("fetched", "victim"), [(False, "g1"), (True, "g1"), (True, "g0")])
-@pytest.mark.more_but("g0")
 def test_a_forwarder_that_hangs_is_named_after_the_time_out(make_cluster: Any, fetched: bool, victim: str) -> None:
     names = ["g0", "g1", "g2"]
     cluster = make_cluster(names, timeout_seconds=4.0, relay=True, fetched=fetched)

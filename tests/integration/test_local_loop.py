@@ -174,8 +174,8 @@ def interrupt_after(folder: Path, step: int, *options: str) -> Finished:
     return stopped
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("extra", [(), ("buffer.max_reuse=2", "async.max_staleness=3"), ("async.over_stale=wait",)])
-@pytest.mark.more_but(every=3)
 def test_an_interrupted_free_run_keeps_its_totals(tmp_path: Path, extra: tuple[str, ...]) -> None:
     options = (*FAKE, *TAIL, "generator.replicas=2", "steps=40", "checkpoint.resume=auto", *extra)
     interrupt_after(tmp_path, 13, *options)

@@ -154,6 +154,7 @@ def test_slow_readers_find_whole_versions_over_many_publishes(tmp_path: Path, on
     assert exported == len({id(bucket) for bucket in one_card.card.open.values()}) <= 8, "a handle a bucket, once"
 
 
+@pytest.mark.more
 def test_a_reader_killed_in_the_middle_delays_nobody_and_comes_back(tmp_path: Path, one_card: OneCard) -> None:
     def strike(runtime: LocalRuntime, name: str, number: int) -> None:
         victim = next(g for g in runtime.generators if g.name == name)

@@ -207,6 +207,7 @@ def test_a_signal_to_the_whole_group_ends_in_order(tmp_path: Path) -> None:
         assert newest == command.steps(), "the run ended in order, with a checkpoint"
 
 
+@pytest.mark.more
 def test_two_signals_end_at_once(tmp_path: Path) -> None:
     with started(tmp_path, *LOCAL, "steps=100000") as command:
         command.until(6)

@@ -106,6 +106,7 @@ def test_replay_spends_fewer_rollouts(tmp_path: Path, monkeypatch: pytest.Monkey
     assert 0.45 < share < 0.6
 
 
+@pytest.mark.more
 def test_an_interrupted_replay_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train_nothing(monkeypatch)
     options = (*EIGHT, "steps=40", "async.max_staleness=6", "buffer=fresh_replay", "buffer.warmup_steps=3")

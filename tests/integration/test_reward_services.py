@@ -122,6 +122,7 @@ def test_an_endpoint_that_is_down_at_the_start_is_refused_before_anything_starts
     assert not (tmp_path / "config.yaml").exists()
 
 
+@pytest.mark.more
 def test_a_function_that_hangs_or_ends_its_process_costs_single_rollouts(tmp_path: Path) -> None:
     done = loop.run(
         tmp_path, *FAKE, "steps=8", "reward.kind=python", "reward.target=tests.reward_functions:dies_at_99",
@@ -167,6 +168,7 @@ def seen_by_the_learner(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
     return seen
 
 
+@pytest.mark.more
 def test_running_statistics_go_on_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit what an uninterrupted run has; and the records hold the rewards as they were scored."""
     common = (*FAKE, "steps=6", "async.mode=fixed_lag", "async.lag=1", "checkpoint.every=3", "reward.normalize=running")
@@ -185,6 +187,7 @@ def test_running_statistics_go_on_after_a_resume(tmp_path: Path, monkeypatch: py
     assert seen == expected
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("granularity", ["rollout", "chunk"])
 def test_a_reward_model_that_hangs_costs_the_rollouts_that_it_hangs_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, granularity: str
@@ -273,6 +276,7 @@ def test_a_run_says_once_that_batches_fail_counts_them_and_goes_on(
     done.assert_ledger_whole()
 
 
+@pytest.mark.more
 def test_a_function_that_hangs_in_company_costs_one_wait(tmp_path: Path) -> None:
     function = ("reward.kind=python", "reward.target=tests.reward_functions:slow_in_company")
     done = loop.run(tmp_path, *FAKE, *function, "reward.timeout_seconds=1", "steps=4", "fusion.max_batch=8")

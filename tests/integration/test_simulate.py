@@ -145,6 +145,7 @@ def test_a_simulated_run_says_so_and_is_no_source_of_costs(tmp_path: Path, capsy
     assert "is a simulated run" in capsys.readouterr().err
 
 
+@pytest.mark.more
 def test_a_slow_replica_costs_time(tmp_path: Path) -> None:
     given = ("num_generations=4", "generator.replicas=2", "generator.slots=32", "steps=30")
     calm, _ = run(tmp_path / "calm", costs_of(1.0, 0.3), *given)

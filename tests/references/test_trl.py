@@ -18,6 +18,8 @@ from tests.references.isolated import Peers, named, require
 from tests.references.layout import assert_equal, batches, our_gradient, packed, padded, per_token, tables
 from tests.unit.algorithms.batches import RaggedBatch
 
+pytestmark = pytest.mark.more
+
 LENGTH = 16  # Dr. GRPO's constant
 
 CLIP = COEFFICIENTS["clip"](0.2, 0.28)
@@ -76,7 +78,6 @@ def sequence_advantages(batch: RaggedBatch) -> Any:
 
 
 @pytest.mark.parametrize("case", LOSSES, ids=lambda case: named("trl", case))
-@pytest.mark.more_but(every=4)
 def test_gradient_of_the_policy_loss(ask: Peers, case: str) -> None:
     trainer, settings, rule, switches = LOSSES[case]
     for batch in batches():

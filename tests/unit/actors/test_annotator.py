@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 SCORE = """
 import pickle, sys
@@ -43,6 +45,7 @@ def test_a_reward_by_rule_imports_no_torch() -> None:
     assert done.stdout.split("\n")[-2] == "['ray']", "only Ray, for the actor around it"
 
 
+@pytest.mark.more
 def test_the_limit_of_threads_holds_for_a_torch_that_a_users_function_imports() -> None:
     code = (
         "from asyncrlhf.actors.annotator import limit_threads\n"

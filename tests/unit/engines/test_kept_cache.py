@@ -307,6 +307,7 @@ def test_punctuation_and_line_ends_separate() -> None:
     assert not any(is_separator(text) for text in ("", " ", "a", "a.", "1", "é", "中"))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("config", [POLICIES[1], POLICIES[3]], ids=lambda c: c.policy)
 def test_rows_that_wait_for_their_prefill_score_nothing(config: CacheConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """They pass along with the others on what their places happen to hold."""

@@ -46,10 +46,9 @@ def test_runs_are_allowed_and_differ_by_their_arm_alone(arm: tuple[str, float, i
     assert cache is None or (cache.policy, cache.share) == (caches.POLICIES[arm[0]][0], arm[1])
     algorithm = config.algorithm
     assert algorithm.correction == {"none": "none", "tis": "truncate"}.get(arm[3], "mask")
-    low = {"tail": 0.86, "icepop": 0.5, "seq_mask": 0.5}.get(arm[3], 0)
-    assert algorithm.correction_low == low and algorithm.correction_level == (
-        "prod" if arm[3] == "seq_mask" else "token"
-    )
+    low = {"tail": 0.86, "icepop": 0.5, "seq_mask": 0.5, "geo_mask": 0.1}.get(arm[3], 0)
+    level = {"seq_mask": "prod", "geo_mask": "geo"}.get(arm[3], "token")
+    assert algorithm.correction_low == low and algorithm.correction_level == level
     assert algorithm.aggregate == "token"
 
 

@@ -78,6 +78,7 @@ def test_calls_share_a_process_that_is_not_this_one_and_ends_with_the_source() -
     wait_until(lambda: not psutil.pid_exists(int(third)), "the end of the child")
 
 
+@pytest.mark.more
 def test_the_processes_that_a_function_left_end_with_it(tmp_path: Path) -> None:
     made = scorer("leaves_a_process", 2.0)
     note = tmp_path / "process"
@@ -178,6 +179,7 @@ def test_what_takes_too_much_fails_alone_and_leaves_nothing(
     wait_until(lambda: len({p.pid for p in psutil.Process().children(recursive=True)} - before) <= 2, "the forks' end")
 
 
+@pytest.mark.more
 def test_a_process_that_left_the_group_ends_all_the_same(tmp_path: Path) -> None:
     note = tmp_path / "process"
     made = scorer("greedy", 2.0)

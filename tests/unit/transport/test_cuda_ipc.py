@@ -109,7 +109,8 @@ os.kill(os.getpid(), int(sys.argv[1]))
 """
 
 
-@pytest.mark.parametrize("end", [pytest.param(0, marks=pytest.mark.more), signal.SIGKILL])
+@pytest.mark.more
+@pytest.mark.parametrize("end", [0, signal.SIGKILL])
 def test_torchs_file_of_counts_has_no_name_that_could_stay(end: int) -> None:
     done = subprocess.run([sys.executable, "-c", SENDER, str(int(end))], capture_output=True, text=True, timeout=60)
     name, before, after = done.stdout.split()
