@@ -28,7 +28,7 @@ from tests.loop import FAKE
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = Path(__file__).with_name("quota.jsonl")
-LIMIT = "8M"
+LIMIT = "16M"
 COMMON = (*FAKE, "logging=quiet", "logging.flush_every=16", "checkpoint.every=20", "checkpoint.keep=1", "eval_every=0")
 
 
