@@ -19,6 +19,7 @@ from asyncrlhf.last_words import ENDING, seen
 NOTICES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 STOP_FILE = "stop"
 LOOK_SECONDS = 1.0  # between two looks for that file
+_raised = False
 
 
 @contextmanager
@@ -28,19 +29,31 @@ def like_ctrl_c() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    _raise_what_was_lost()
     before = {number: signal.getsignal(number) for number in ENDING}
     heeded = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
     for number in heeded:
         signal.signal(number, _interrupt)
+    global _raised
     try:
         yield
     finally:
+        _raised = False
         for number in heeded:
             signal.signal(number, before[number])
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    global _raised
     if seen(number):
+        _raised = True
+        raise KeyboardInterrupt
+
+
+def _raise_what_was_lost() -> None:
+    """Python prints and forgets an exception of a finalizer or of a weak reference's callback, which imports have; a
+    signal may come while one runs."""
+    if _raised:
         raise KeyboardInterrupt
 
 
@@ -71,6 +84,7 @@ def in_order(stop: Callable[[bool], str], say: Callable[[str], None]) -> Iterato
     for number in heeded:
         signal.signal(number, first)
     try:
+        _raise_what_was_lost()
         yield
     finally:
         end_at_once()
