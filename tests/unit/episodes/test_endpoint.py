@@ -392,7 +392,7 @@ async def test_limits_end_the_episode_and_what_was_sampled_stays() -> None:
         steps, _ = driver.steps.take()
         assert [step.name for step in steps] == ["agent"] * 3, "before, between and after its two turns"
         assert all(one.start <= one.end <= two.start for one, two in pairwise(steps))
-    async with opened(agent="tests.agents:asks_and_hangs", episode_seconds=1.0) as driver:
+    async with opened(agent="tests.agents:asks_and_hangs", episode_seconds=3.0) as driver:
         rollout = await driver.play(asked(), Sampler("x"))
         assert rollout.finish_reason == "length" and len(rollout.turns) == 1
         await asyncio.sleep(0.05)
