@@ -6,7 +6,6 @@ import re
 from itertools import chain, repeat
 from pathlib import Path
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,7 +19,6 @@ from tests.vllm_tiny import needs_vllm
 pytestmark = needs_vllm
 
 
-@pytest.mark.more
 def test_the_tiny_model_judges_as_transformers_does(tiny_model_path: Path) -> None:
     """The arithmetic model as judge: asked for a sum it answers a number, which the pattern reads."""
     config = JudgeConfig(
