@@ -93,15 +93,3 @@ def target_anchor(target_logprobs: Tensor, behavior_logprobs: Tensor, ratio_cap:
     cap, as in RLlib's APPO (``rllib/algorithms/appo/torch/appo_torch_learner.py``).
     """
     return torch.maximum(target_logprobs, behavior_logprobs - math.log(ratio_cap)).detach()
-
-
-def sqrt_ess_factor(ess_fraction: float, base: float) -> float:
-    """The factor of the learning rate: min(1, ess_fraction / base)^0.5 (VCPO, 2602.17616).
-
-    Args:
-        ess_fraction: of the *uncut* behavior weights, 0 to 1; an empty batch's 0 gives 0.
-        base: > 0; from this fraction on the factor is 1.
-    """
-    if base <= 0:
-        raise ValueError(f"the ESS fraction's base is {base}; allowed: > 0.")
-    return math.sqrt(min(1.0, ess_fraction / base))

@@ -15,6 +15,7 @@ def validate_flow(
     num_generations: int,
     publish_every: int,
     purge_on_publish: bool = False,
+    curriculum: str = "off",
 ) -> None:
     """Raise ConfigError for settings with which the loop would stop forever, or that contradict each other."""
     check_range("num_generations", num_generations, low=1)
@@ -28,6 +29,11 @@ def validate_flow(
         buffer.sampling_correction == 1 or buffer.sampling in PRIORITIES,
         f"buffer.sampling_correction={buffer.sampling_correction:g} has nothing to correct under "
         f"buffer.sampling={buffer.sampling}, which favours no group; allowed: 1, or sampling={PRIORITIES[0]}.",
+    )
+    check(
+        curriculum == "off" or not config.fixed_lag,
+        f"task.curriculum={curriculum} draws by the answers that have ended, which no two runs of "
+        f"async.mode={config.mode} see alike; allowed: curriculum=off, or mode=async or sync.",
     )
     if config.fixed_lag is None:
         _validate_free(config, buffer, batch_size, capacity, publish_every)

@@ -186,6 +186,7 @@ def check_agreement(config: RunConfig) -> None:
         num_generations=config.num_generations,
         publish_every=config.weights.publish_every,
         purge_on_publish=config.algorithm.purge_on_publish,
+        curriculum=config.task.curriculum,
     )
     _check_groups(config)
     _check_shaped_rewards(config)

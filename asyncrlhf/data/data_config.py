@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from asyncrlhf.data.curriculum import CURRICULA
 from asyncrlhf.data.number_formats import AUTO
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.validation import check, check_keywords, check_range, check_settings, group, overlay, setting
@@ -115,6 +116,12 @@ class TaskConfig:
     skip_long_prompts: bool = setting(
         False, "kind=prompts: drops prompts over max_prompt_length and reports their number instead of refusing them."
     )
+    curriculum: str = setting(
+        "off",
+        "Half of the prompts are asked again, by the rewards of their answers: those that are solved about half of the "
+        "time (difficulty), or whose best reward is far over their mean (regret).",
+        choices=CURRICULA,
+    )
     heldout_size: int = setting(256, "Number of held-out prompts, for evaluation only.", low=1, high=10**7)
     chat_template: bool = setting(False, "Formats each prompt with the model's chat template.")
     chat_template_kwargs: Any = setting(None, "Keywords for the chat template, such as enable_thinking: false.")
@@ -162,6 +169,11 @@ class TaskConfig:
         )
         check(self.mixture is None or self.kind == "prompts", f"task.mixture needs task.kind=prompts, not {self.kind}.")
         check(not (self.mixture and self.path), f"task.path={self.path} has no effect with task.mixture; keep one.")
+        check(
+            self.curriculum == "off" or not self.streaming,
+            f"task.curriculum={self.curriculum} asks prompts again, which task.streaming=true cannot find; allowed: "
+            "curriculum=off, or streaming=false.",
+        )
         self.parts  # noqa: B018  raises ConfigError for what cannot be read as sources
         check(
             self.kind != "reasoning_gym" or self.datasets,
@@ -186,7 +198,7 @@ class TaskConfig:
             key, weight = f"task.mixture.{name}", entry.get("weight", 1.0)
             check(isinstance(weight, int | float), f"{key}.weight={weight} is of the wrong kind; allowed: a number.")
             check_range(f"{key}.weight", weight, low=0, exclusive_low=True)
-            strangers = [k for k in ("kind", "mixture", "heldout_size") if k in entry]
+            strangers = [k for k in ("kind", "mixture", "heldout_size", "curriculum") if k in entry]
             check(not strangers, f"{key}.{strangers and strangers[0]} applies to all sources; set it as task.*.")
             base = replace(self, mixture=None, path=str(entry["path"]))
             found[str(name)] = overlay(base, {k: v for k, v in entry.items() if k != "weight"}, key), float(weight)

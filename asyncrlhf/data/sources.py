@@ -39,7 +39,14 @@ class PromptSource:
 
     def at(self, position: int) -> Prompt:
         """The prompt at ``position`` of the stream, from 0."""
-        return self._prompt_at(self._index(position))
+        return self.prompt(self.index(position))
+
+    def prompt(self, index: int) -> Prompt:
+        """The prompt of an :meth:`index`."""
+        return self._prompt_at(index)
+
+    def heard(self, prompt: Prompt, rewards: Sequence[float]) -> None:
+        """What the answers of one group to ``prompt`` earned. The order of this stream does not depend on it."""
 
     def state(self) -> dict[str, Any]:
         """The cursor as plain JSON values."""
@@ -55,7 +62,8 @@ class PromptSource:
                 )
         self._position = int(state["position"])
 
-    def _index(self, position: int) -> int:
+    def index(self, position: int) -> int:
+        """Which of the prompts lies at ``position``: one of ``length``, or its own number if there is no end."""
         if self._length is None:
             return position
         epoch, offset = divmod(position, self._length)

@@ -13,7 +13,6 @@ import transformers
 from torch import nn
 
 from asyncrlhf.algorithms.aggregate import normaliser_count
-from asyncrlhf.algorithms.weights import sqrt_ess_factor
 from asyncrlhf.errors import AsyncRLHFError, CheckpointError
 from asyncrlhf.learner.rank_models import RankModels
 from asyncrlhf.learner.ranks import all_gather, all_sum, barrier, gathered
@@ -190,7 +189,7 @@ class TorchBackend(RankModels):
         tokens = plan.host
         proximal = tokens.policy_logprobs if tokens.proximal_logprobs is None else tokens.proximal_logprobs
         fraction = sequence_ess_fraction(tokens, proximal, self._peers)
-        used = factor * sqrt_ess_factor(fraction, self.algorithm.lr_ess_base)
+        used = factor * math.sqrt(min(1.0, fraction))  # VCPO, 2602.17616
         effective = self.updater.set_rate(used)
         return {"learning_rate": scheduled, "effective_learning_rate": effective}
 

@@ -122,7 +122,7 @@ class Controller:
         self._saved = saved
         self._run_dir = recorder.run_dir
         self._log = RolloutLog(self.state, runtime, recorder)
-        self._assembly = Assembly(self.state, self._log.discard)
+        self._assembly = Assembly(self.state, self._log.discard, source)
         self._normalizer = RewardNormalizer(config.reward)
         self._critic_versions = CriticVersions(self.state, runtime)
         self._publisher = WeightPublisher(self.state, runtime, vocab_size, self._critic_versions.hand_over)

@@ -23,6 +23,8 @@ from asyncrlhf.cluster.parts import build_runtime, check_episodes, service_notes
 from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.unused import unused_settings
+from asyncrlhf.data.curriculum import Curriculum
+from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.errors import AsyncRLHFError, ConfigError, ShortageError, failure_sentence, shortage
 from asyncrlhf.last_words import tell
 from asyncrlhf.learner.settings.model_fits import check_dealt_out
@@ -128,13 +130,20 @@ def prepare(config: RunConfig) -> Prepared:
     return Prepared(config, run_dir, tokenizer, task, sampling, saved, notes, origin)
 
 
+def _prompts(config: RunConfig, task: Task) -> PromptSource:
+    source = task.train_source(config.seed)
+    if config.task.curriculum == "off":
+        return source
+    return Curriculum(source, config.task.curriculum, config.seed, config.evaluation.pass_reward)
+
+
 def _read_whole(folder: Path, config: RunConfig, run_dir: Path, task: Task) -> tuple[Saved, Origin]:
     """Read the checkpoint, try to restore it, and find the settings that differ. Raises CheckpointError if it is
     damaged, contradicts itself or refers to missing records; ConfigError if it does not fit the settings."""
     saved = read_checkpoint(folder)
     origin = find_origin(config, run_dir, saved)
     check_records(run_dir, saved.marker)
-    try_on(saved, build_state(config), task.train_source(config.seed))
+    try_on(saved, build_state(config), _prompts(config, task))
     return saved, origin
 
 
@@ -288,7 +297,7 @@ class _Job:
         runtime.tell = self._view.phase
         own = prepared.task.heldout()
         heldout = HeldOut(own, prepared.sampling, runtime, self._sets, config.evaluation, config.seed)
-        source = prepared.task.train_source(config.seed)
+        source = _prompts(config, prepared.task)
         controller = self._controller = Controller(
             config,
             runtime,

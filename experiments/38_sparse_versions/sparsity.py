@@ -1,6 +1,7 @@
 """How many numbers of a model differ between two versions: one CSV row for each run, version, format and layer.
 
 python -m experiments.38_sparse_versions.sparsity tiny      # the default run's learner, real rollouts, 3 seeds
+python -m experiments.38_sparse_versions.sparsity smollm2   # SmolLM2-135M itself on reasoning-gym, 3 seeds
 python -m experiments.38_sparse_versions.sparsity 135m      # SmolLM2-135M's shape, random weights, random texts
 """
 
@@ -32,28 +33,34 @@ HERE = Path(__file__).absolute().parent
 RATES = (1e-6, 5e-6, 1e-5, 1e-4)
 FORMATS = ("bfloat16", "float32")
 COLUMNS = ["model", "task", "seed", "learning_rate", "format", "step", "layer", "changed", "bytes_share"]
-TINY_STEPS, STEPS, TOKENS = 50, 10, 512
+STEPS, TOKENS = 10, 512
+# Of a real run in the local runtime: its settings, its formats, and every which version is a row.
+RUNS = {
+    "tiny": (["steps=50", "weights.bucket_mb=0.25"], FORMATS, 10),
+    "smollm2": (["experiment=smollm2_reasoning", "steps=10", "learner.lr_schedule=constant"], FORMATS[:1], 1),
+}
 
 
-def tiny() -> Iterator[dict[str, Any]]:
-    """The default run's model and task in the local runtime; versions of every tenth step."""
+def of_runs(model: str) -> Iterator[dict[str, Any]]:
+    """Versions of real runs, three seeds at each rate."""
+    settings, formats, every = RUNS[model]
     for seed in range(3):
         for rate in RATES:
-            for number_format in FORMATS:
+            for number_format in formats:
                 with tempfile.TemporaryDirectory() as folder:
                     train(
                         load_config(
                             [
-                                "runtime=local", f"steps={TINY_STEPS}", f"seed={seed}", f"learner.learning_rate={rate}",
+                                *settings, "runtime=local", f"seed={seed}", f"learner.learning_rate={rate}",
                                 f"weights.dtype={number_format}", "weights.delta=sparse", "weights.audit_every=0",
-                                f"run_dir={folder}/run", "logging=quiet", "eval_every=0", "weights.bucket_mb=0.25",
+                                f"run_dir={folder}/run", "logging=quiet", "eval_every=0",
                             ]
                         )
                     )  # fmt: skip
                     rows = read_metrics(Path(folder) / "run" / METRICS_FILE)
                 whole = rows[0]["weights_sent_bytes"]
-                fixed = {"model": "tiny", "task": "rl", "seed": seed, "learning_rate": rate, "format": number_format}
-                for row in rows[1::10]:
+                fixed = {"model": model, "task": "rl", "seed": seed, "learning_rate": rate, "format": number_format}
+                for row in rows[1::every]:
                     sent = {"step": row["step"], "bytes_share": row["weights_sent_bytes"] / whole}
                     yield fixed | sent | {"layer": "all", "changed": row["weights_changed_fraction"]}
                     for name, value in row.items():
@@ -114,10 +121,10 @@ def rows_of(stats: TransferStats, fixed: dict[str, Any], whole: int) -> Iterator
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=("tiny", "135m"))
+    parser.add_argument("model", choices=(*RUNS, "135m"))
     model = parser.parse_args().model
     torch.set_num_threads(2)
-    for row in tiny() if model == "tiny" else large():
+    for row in of_runs(model) if model in RUNS else large():
         append(HERE / f"{model}.csv", [row], COLUMNS)
         if row["layer"] == "all" and row["step"] in (1, 2, 10, 32):
             print(*(row[name] for name in COLUMNS), flush=True)

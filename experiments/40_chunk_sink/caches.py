@@ -63,31 +63,33 @@ def grid() -> Iterator[Cell]:
         yield Cell(policy, share, seed)
 
 
-def cache_of(policy: str, share: float) -> CacheConfig | None:
+def cache_of(policy: str, share: float, window: int = WINDOW, every: int = EVERY) -> CacheConfig | None:
     if policy == "full":
         return None
     kind, keep = POLICIES[policy]
-    return CacheConfig(kind, share=share, window=WINDOW, every=EVERY, keep=keep, compare_every=COMPARED)
+    return CacheConfig(kind, share=share, window=window, every=every, keep=keep, compare_every=COMPARED)
 
 
 def sample(model: Any, tokenizer: Any, asked: Sequence[str], cache: CacheConfig | None, seed: int) -> list[Rollout]:
     """One answer to each prompt, at temperature 1."""
-    engine = HFEngine(model, slots=SLOTS, cache=cache, longest=ledger.LONGEST)
+    prompts = [Prompt(str(i), text, np.asarray(tokenizer(text).input_ids)) for i, text in enumerate(asked)]
+    return answers(model, tokenizer, prompts, cache, seed, ledger.LONGEST)
+
+
+def answers(
+    model: Any, tokenizer: Any, prompts: Sequence[Prompt], cache: CacheConfig | None, seed: int, longest: int
+) -> list[Rollout]:
+    """One answer of at most ``longest`` tokens to each prompt, at temperature 1."""
+    engine = HFEngine(model, slots=SLOTS, cache=cache, longest=longest)
     engine.decode = tokenizer.decode
-    sampling = SamplingParams(ledger.LONGEST, stop_token_ids=(tokenizer.eos_token_id,))
-    ids = [np.asarray(tokenizer(prompt).input_ids) for prompt in asked]
-    engine.submit(
-        [
-            GenerationRequest(i, i, Prompt(str(i), prompt, ids[i]), seed * 10**6 + i, sampling)
-            for i, prompt in enumerate(asked)
-        ]
-    )
+    sampling = SamplingParams(longest, stop_token_ids=(tokenizer.eos_token_id,))
+    engine.submit([GenerationRequest(i, i, prompt, seed * 10**6 + i, sampling) for i, prompt in enumerate(prompts)])
     found: dict[int, Rollout] = {}
     while engine.in_flight():
         for rollout in engine.step(0.0).finished:
             assert isinstance(rollout, Rollout), rollout
             found[rollout.rollout_id] = rollout
-    return [found[i] for i in range(len(asked))]
+    return [found[i] for i in range(len(prompts))]
 
 
 def rewards(tokenizer: Any, asked: Sequence[str], rollouts: Sequence[Rollout]) -> np.ndarray:

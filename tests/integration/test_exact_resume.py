@@ -21,6 +21,7 @@ MODES = {
     "drain": ("async.max_staleness=3", "async.on_weight_update=drain", "weights.publish_every=2"),
     "interrupt": ("async.max_staleness=3", "async.on_weight_update=interrupt", "async.over_stale=wait"),
     "pull": ("async.max_staleness=3", "async.on_weight_update=pull", "weights.transport=relay"),
+    "curriculum": ("async.max_staleness=3", "task.curriculum=difficulty"),
     "paced": ("async.max_staleness=3", "async.pacing=just_in_time"),
     "replay": (
         "async.max_staleness=6",
@@ -70,7 +71,7 @@ def killed_and_resumed(folder: Path, whole: Finished, seed: int, *options: str) 
     return run(folder, *options)
 
 
-QUICK = ("sync", "async", "interrupt", "pull")  # fixed_lag: tests/integration/test_local_loop.py, too
+QUICK = ("sync", "async", "interrupt", "pull", "curriculum")  # fixed_lag: tests/integration/test_local_loop.py, too
 
 
 @pytest.mark.parametrize("mode", [m if m in QUICK else pytest.param(m, marks=pytest.mark.thorough) for m in MODES])

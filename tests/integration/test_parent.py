@@ -331,7 +331,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("end", [pytest.param("raises", marks=pytest.mark.more), "killed"])
+@pytest.mark.more
+@pytest.mark.parametrize("end", ["raises", "killed"])
 def test_a_script_of_the_python_api_is_spoken_for_too(end: str, tmp_path: Path) -> None:
     """It keeps its traceback where it has one."""
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -32,7 +32,12 @@ def assert_versions_agree(done: Finished) -> None:
 
 
 @pytest.mark.parametrize(
-    "transport", ["collective", "shared_memory", pytest.param("object_store", marks=pytest.mark.thorough)]
+    "transport",
+    [
+        "collective",
+        pytest.param("shared_memory", marks=pytest.mark.more),
+        pytest.param("object_store", marks=pytest.mark.thorough),
+    ],
 )
 def test_weights_travel_while_sequences_go_on(tmp_path: Path, transport: str) -> None:
     done = run(

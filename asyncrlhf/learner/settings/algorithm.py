@@ -168,9 +168,6 @@ class AlgorithmConfig:
     lr: str = setting(
         "none", "sqrt_ess multiplies the learning rate with the root of the effective sample size (VCPO).", choices=LRS
     )
-    lr_ess_base: float = setting(
-        1.0, "lr=sqrt_ess: rate x min(1, ESS fraction / base)^0.5.", low=0, high=1, exclusive_low=True
-    )
     regress_target: str = setting(
         "group", "head=regress: what a rollout is regressed on.", choices=("group", "mean", "vstar")
     )
@@ -323,7 +320,6 @@ def _check_effects(config: AlgorithmConfig) -> None:
         (("sat_quantile",), config.gate == "sat", "gate=sat"),
         (("off_policy_mask_threshold",), config.gate in ("opsm", "binary_kl"), "gate=opsm or binary_kl"),
         (("correction_level", "correction_low", "correction_high"), corrects, "correction=truncate or mask"),
-        (("lr_ess_base",), config.lr == "sqrt_ess", "lr=sqrt_ess"),
         (("regress_target",), config.head == "regress", "head=regress"),
         (("pair_loss",), config.head == "pair", "head=pair"),
         (("gamma",), discounts, "advantage=gae, vtrace or whiten, or credit=turn"),

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.orchestrator.state import GroupInProgress, RunState
 from asyncrlhf.redaction import redact
@@ -16,11 +17,10 @@ Discard = Callable[[int, int, RolloutInfo | None, str, str], None]
 
 class Assembly:
     """Updates ledger, gate, buffer and groups together. ``discard(rollout_id, group_id, facts, state, reason)`` records
-    a rollout that will never train."""
+    a rollout that will never train; ``source`` hears what the answers to its prompts earned."""
 
-    def __init__(self, state: RunState, discard: Discard) -> None:
-        self._state = state
-        self._discard = discard
+    def __init__(self, state: RunState, discard: Discard, source: PromptSource) -> None:
+        self._state, self._discard, self._source = state, discard, source
         self._outcomes: deque[bool | None] = deque(maxlen=state.config.batch_size)
         self._failures_told = 0
         served = {"reference": state.config.reference_served, "critic": state.config.critic_served}
@@ -127,6 +127,7 @@ class Assembly:
             return
         del self._state.groups[group.group_id]
         rollouts = tuple(sorted(group.scored, key=lambda info: info.rollout_id))
+        self._source.heard(group.prompt, [info.reward for info in rollouts])
         whole = RolloutGroup(group.group_id, rollouts, group.scheduled_step)
         lonely = len(rollouts) == 1 and self._state.config.algorithm.group_relative
         if not rollouts or lonely:

@@ -20,7 +20,6 @@ from asyncrlhf.algorithms.weights import (
     behavior_weight,
     interpolated_proximal,
     log_ratio,
-    sqrt_ess_factor,
     target_anchor,
 )
 from tests import reference
@@ -220,14 +219,6 @@ def test_second_moment_of_harmful_tokens() -> None:
     mask = torch.tensor([True] * 4 + [False])
     found = diagnostics.harmful_second_moment(log_ratio, advantages, mask)
     assert_close(float(found), (0.3**2 + 0.1**2) / 2)
-
-
-def test_the_step_size_follows_the_root_of_the_ess() -> None:
-    assert_close(sqrt_ess_factor(0.1, 0.4), 0.5)
-    assert sqrt_ess_factor(0.9, 0.4) == 1.0
-    assert sqrt_ess_factor(0.0, 0.4) == 0.0
-    with pytest.raises(ValueError, match="base"):
-        sqrt_ess_factor(0.5, 0.0)
 
 
 def test_log_ratio_and_clip_diagnostics() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -229,6 +230,22 @@ def test_settings_that_cannot_work_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
         validate_flow(config, buffer, batch_size=8, num_generations=4, publish_every=publish_every)
+
+
+@pytest.mark.parametrize(
+    ("config", "refused"),
+    [
+        (AsyncConfig(mode="one_step"), True),
+        (AsyncConfig(mode="fixed_lag", lag=4), True),
+        (AsyncConfig(mode="fixed_lag", lag=0), False),
+        (AsyncConfig(mode="sync"), False),
+        (AsyncConfig(), False),
+    ],
+)
+def test_a_curriculum_needs_all_answers_or_promises_no_order(config: AsyncConfig, refused: bool) -> None:
+    shape: Any = {"batch_size": 8, "num_generations": 4, "publish_every": 1, "curriculum": "regret"}
+    with pytest.raises(ConfigError, match=f"mode={config.mode} see alike") if refused else nullcontext():
+        validate_flow(config, BufferConfig(), **shape)
 
 
 def test_batches_hold_whole_groups() -> None:

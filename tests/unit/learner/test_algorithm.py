@@ -70,7 +70,6 @@ REFUSED = [
     ({"cap_low": 6.0}, "cap_low=6.0 is above algorithm.cap_high=5.0"),
     ({"correction_low": 6.0}, "correction_low=6.0 is above"),
     ({"dual_clip": 0.5}, "allowed: 0 (off) or > 1"),
-    ({"lr": "sqrt_ess", "lr_ess_base": 0.0}, "lr_ess_base=0.0 is out of range"),
     ({"sat_quantile": 1.5}, "sat_quantile=1.5 is out of range"),
     ({"rho_bar": 0.0}, "rho_bar=0.0 is out of range"),
     ({"ratio_bound": 0.5}, "ratio_bound=0.5 is below the ratio of equal policies"),

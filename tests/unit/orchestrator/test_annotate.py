@@ -24,6 +24,7 @@ from asyncrlhf.cluster.parts import (
 )  # fmt: skip
 from asyncrlhf.cluster.placement import Plan
 from asyncrlhf.config.compose import load_config
+from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.controller import build_state
 from asyncrlhf.orchestrator.recording.resume import fingerprint
@@ -221,7 +222,9 @@ class World:
         self.state.buffer.reserve(8)
         self.messages: list[str] = []
         self.state.message = self.messages.append
-        self.assembly = Assembly(self.state, lambda i, *rest: self.discarded.append((i, rest[-1])))
+        self.assembly = Assembly(
+            self.state, lambda i, *rest: self.discarded.append((i, rest[-1])), PromptSource(lambda _: prompt, 1, 0)
+        )
         self.runtime: Any = PaperRuntime()
         self.versions = CriticVersions(self.state, self.runtime)
         self.workers = {

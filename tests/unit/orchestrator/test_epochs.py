@@ -8,6 +8,7 @@ import numpy as np
 
 from asyncrlhf.cluster.clock import run_virtual
 from asyncrlhf.config.compose import load_config
+from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.orchestrator.controller import build_state
 from asyncrlhf.orchestrator.rollouts.assembly import Assembly
 from asyncrlhf.orchestrator.state import GroupInProgress
@@ -22,8 +23,9 @@ def test_an_answer_of_an_earlier_epoch_is_not_taken() -> None:
     async def main() -> None:
         config = load_config(["runtime=local", "num_generations=2", "batch_size=4", "async.mode=sync"])
         state = build_state(config)
-        assembly = Assembly(state, lambda *_: None)
-        prompt, ids = Prompt("0", "1+1=", np.ones(2, dtype=np.int64)), {0, 1}
+        prompt = Prompt("0", "1+1=", np.ones(2, dtype=np.int64))
+        assembly = Assembly(state, lambda *_: None, PromptSource(lambda _: prompt, 1, 0))
+        ids = {0, 1}
         state.epoch = 1
         state.buffer.reserve(2)
         state.groups[0] = GroupInProgress(0, prompt, 0.0, 0, 0, set(ids), set(ids), epoch=state.epoch)

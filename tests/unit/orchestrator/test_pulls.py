@@ -46,7 +46,7 @@ def loads(events: list[Event], replica: str) -> list[int]:
 
 @pytest.mark.parametrize("world", ["generators are slower", pytest.param("learner is slower", marks=pytest.mark.more)])
 def test_pull_is_as_fast_as_push_and_no_staler(world: str) -> None:
-    pull, push = (bench.figures(bench.imitate(bench.WORLDS[world], "steps=60", way), 64) for way in (PULL, PUSH))
+    pull, push = (bench.figures(bench.imitate(bench.WORLDS[world], "steps=40", way), 64) for way in (PULL, PUSH))
     assert pull["rollouts_per_second"] >= 0.9999 * push["rollouts_per_second"]
     assert pull["staleness_mean"] <= push["staleness_mean"] + 1e-3
     assert pull["staleness_max"] <= 2
