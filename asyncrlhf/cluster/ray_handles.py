@@ -315,6 +315,7 @@ class RayAnnotator(RestartedPart[AnnotatorWorker]):
         self._spec = spec
         self._asked = 0  # calls under way
         self._replaced: ReplicaError | None = None  # a death that no caller heard of
+        self._mourned: Any = None  # the last actor whose death was told; it may have held several calls
         super().__init__(f"{spec.kind}-{number}", options, start_seconds, spec.max_restarts)
 
     def _start(self, name: str) -> Any:
@@ -323,7 +324,7 @@ class RayAnnotator(RestartedPart[AnnotatorWorker]):
     async def annotate(self, payloads: Sequence[Payload], ticket: Ticket | None = None) -> list[Annotation]:
         """The first death may have any cause: the call is repeated once before its rollouts are blamed."""
         addresses, bundles = addressed(payloads)
-        arrays, sent = None, asyncio.get_running_loop().time()
+        arrays, sent, asked = None, asyncio.get_running_loop().time(), self.actor
 
         def call() -> Any:
             # The arrays' owner is this process, so they outlive the worker.
@@ -338,7 +339,9 @@ class RayAnnotator(RestartedPart[AnnotatorWorker]):
         except ReplicaError as error:
             if self._deaths > 1:
                 raise
-            self.survived(self.name, error)
+            if asked is not self._mourned:
+                self._mourned = asked
+                self.survived(self.name, error)
             sent = asyncio.get_running_loop().time()
             told = await self._once("annotate", call)
             self._replaced = error

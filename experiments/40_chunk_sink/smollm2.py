@@ -1,6 +1,6 @@
-"""Part D: what each policy and share of the cache does to SmolLM2-135M's answers of up to 256 tokens, without training.
+"""Part D: what each policy and share of the cache costs a SmolLM2-135M that writes boards of the game of life.
 
-python -m experiments.40_chunk_sink.smollm2    # smollm2.csv; resumes
+python -m experiments.40_chunk_sink.smollm2 --model smollm2-life    # smollm2.csv; resumes
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,22 +18,24 @@ import pandas as pd
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrlhf.config.compose import load_config
-from asyncrlhf.models.converted import smollm2
+from asyncrlhf.data.data_config import TaskConfig
 from asyncrlhf.tasks.build_task import build_task
 from experiments.resumable import run_missing
 
 caches = import_module("experiments.40_chunk_sink.caches")
+made = import_module("experiments.40_chunk_sink.make_smollm2")
 HERE = Path(__file__).absolute().parent
-LONGEST, WINDOW, EVERY = 256, 16, 8  # a share of 1/8 is 32 tokens
-PROMPTS, SEEDS = 32, (0, 1)
+LONGEST, WINDOW, EVERY = 320, 16, 8  # an answer has 290 tokens; a share of 1/8 is 40
+PROMPTS, SEEDS = 24, (0, 1)
 SHARES = (0.5, 0.25, 0.125)
-# Equations and word problems, which the model explains at length and does not solve.
-TASK = (
-    "model=smollm2", "task=reasoning_gym", "~task.dataset_options", "task.datasets=[simple_equations,gsm_symbolic]",
-    "task.system_prompt='Think step by step. Explain each step in a sentence, then give the answer.'",
-    f"task.heldout_size={PROMPTS}",
-)  # fmt: skip
+TASK = TaskConfig(
+    kind="reasoning_gym",
+    datasets=["game_of_life"],
+    dataset_options={"game_of_life": made.BOARD},
+    chat_template=True,
+    heldout_size=PROMPTS,
+    max_prompt_length=700,
+)
 MEASURED = [name for name in caches.COLUMNS if name.startswith("cache_")]
 COLUMNS = ["reward", "length", *MEASURED, "seconds"]
 
@@ -47,12 +50,11 @@ def grid() -> Iterator[Any]:
             yield caches.Cell("window", share, seed)
 
 
-def run(cell: Any) -> list[dict[str, Any]]:
+def run(folder: str, cell: Any) -> list[dict[str, Any]]:
     """The one row of one sampling of all prompts."""
     started = time.monotonic()
-    folder = str(smollm2())
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    task = build_task(load_config([*TASK]).task, tokenizer)
+    task = build_task(TASK, tokenizer)
     prompts = task.heldout()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     cache = caches.cache_of(cell.policy, cell.share, WINDOW, EVERY)
@@ -69,10 +71,14 @@ def run(cell: Any) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    torch.set_num_threads(2)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="the folder of make_smollm2.py")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="only these")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    cells = [cell for cell in grid() if cell.seed in options.seeds]
     shown = ("length", "reward", "cache_kl", "cache_ratio_low", "cache_kept_fraction", "seconds")
-    run_missing(grid(), run, HERE / "smollm2.csv", COLUMNS, shown)
+    run_missing(cells, partial(run, options.model), HERE / "smollm2.csv", COLUMNS, shown)
 
 
 if __name__ == "__main__":

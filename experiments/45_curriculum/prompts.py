@@ -39,9 +39,9 @@ TASKS = {
     "mixed": ("task.operations=[+,-,*]",),  # which the packaged model knows to very different degrees
 }
 RATES, PILOT_SEED, SEEDS = (2.5e-5, 5e-5, 1e-4), 100, (0, 1, 2, 3, 4)
-STEPS, EVERY = 80, 4
+STEPS, PILOT_STEPS, EVERY = 160, 80, 4
 BASE = (
-    "runtime=local", "async.max_staleness=2", "batch_size=64", "num_generations=8", f"steps={STEPS}",
+    "runtime=local", "async.max_staleness=2", "batch_size=64", "num_generations=8",
     f"eval_every={EVERY}", "evaluation.temperature=1", "task.heldout_size=256", "evaluation.num_generations=2",
     "generator.slots=128", "logging=quiet", "logging.rollouts=false", "weights.audit_every=0",
     "checkpoint.at_end=false",
@@ -75,17 +75,18 @@ def grid() -> Iterator[Cell]:
 
 
 def run(cell: Cell) -> list[dict[str, Any]]:
-    """One row for each evaluation: the one before the first step has step 0, that after the last one STEPS."""
-    own = [f"learner.learning_rate={cell.learning_rate}", f"seed={cell.seed}"]
+    """One row for each evaluation: the one before the first step has step 0, that after the last one the run's."""
+    steps = PILOT_STEPS if cell.seed == PILOT_SEED else STEPS
+    own = [f"steps={steps}", f"learner.learning_rate={cell.learning_rate}", f"seed={cell.seed}"]
     with tempfile.TemporaryDirectory(prefix="curriculum-") as folder:
         summary = train(load_config([*BASE, *TASKS[cell.task], *ARMS[cell.arm], *own, f"run_dir={folder}/run"]))
         found = read_metrics(Path(folder) / "run" / METRICS_FILE)
     ends = summary["heldout_accuracy"]
     rows: list[dict[str, Any]] = [{"step": 0, "sampled": 0, "dropped": 0, "heldout": ends["before"]}]
-    for i in range(EVERY, STEPS + 1, EVERY):
+    for i in range(EVERY, steps + 1, EVERY):
         last = found[i - 1]
         row = {"step": i, "dropped": last["dropped"], "sampled": 64 * i + last["dropped"]}
-        row["heldout"] = ends["after"] if i == STEPS else last["heldout_accuracy"]
+        row["heldout"] = ends["after"] if i == steps else last["heldout_accuracy"]
         for name in ("reward_mean", "zero_spread_groups", "staleness_mean"):
             row[name] = float(np.mean([step[name] for step in found[i - EVERY : i]]))
         rows.append(row)

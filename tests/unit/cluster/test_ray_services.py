@@ -91,9 +91,11 @@ def test_a_death_that_a_second_call_hid_is_told(monkeypatch: pytest.MonkeyPatch)
 def test_two_calls_that_a_frozen_worker_held_start_it_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         worker = Scripted(monkeypatch, FROZEN, FROZEN, [Annotation(7, 1.0)], [Annotation(8, 1.0)])
+        survived: list[str] = []
+        worker.survived = lambda name, error: survived.append(name)
         both = await asyncio.gather(worker.annotate([]), worker.annotate([]))
         assert {annotation.rollout_id for (annotation,) in both} == {7, 8}
-        assert worker.started == ["reward-0"] * 2 and worker.restarts == 1
+        assert worker.started == ["reward-0"] * 2 and worker.restarts == 1 and survived == ["reward-0"]
 
     run_virtual(main())
 
