@@ -128,7 +128,9 @@ class BufferConfig:
         choices=SAMPLING,
     )
     max_reuse: int = setting(1, "Most times that a rollout is trained, within the staleness bound.", low=1)
-    filter_zero_spread: bool = setting(False, "Drops groups of equal rewards, as DAPO's dynamic sampling does.")
+    filter_zero_spread: bool = setting(
+        False, "Drops groups of equal rewards (DAPO's dynamic sampling), at most nine for each group of a batch."
+    )
     # 0.5 is two thirds fresh: 2606.04560's 100% fresh and 50% replay.
     replay_fraction: float = setting(
         0.0,

@@ -17,6 +17,8 @@ from asyncrlhf.buffer.sampling import PRIORITY, beyond, correction, groups_due, 
 from asyncrlhf.errors import LedgerError, StaleBatchError
 from asyncrlhf.types import DropReason, Payload, RolloutGroup
 
+SURPLUS = 9  # groups of equal rewards that are dropped at most, for each group of a batch: then they fill it
+
 
 class ReplayBuffer:
     """Counts places by rollout: ``held + reserved <= capacity``; a place is reserved for each rollout in flight.
@@ -39,7 +41,7 @@ class ReplayBuffer:
         self.capacity = resolve_capacity(config, async_config, batch_size)
         self._groups = HeldGroups(self._standing)
         self._closed: Counter[int] = Counter()  # groups of a scheduled step that will never come
-        self._reserved = 0
+        self._reserved = self._surplus = 0
         self._last_taken = -1
         self._batch: frozenset[int] = frozenset()  # ids of the groups that were taken last
         self._replayed = 0
@@ -93,7 +95,8 @@ class ReplayBuffer:
         if (step is not None) != self._scheduled:
             raise LedgerError(f"group {group.group_id} came with scheduled step {step} in the other kind of mode.")
         self.release(len(group))
-        if self._config.filter_zero_spread and spread(group) == 0.0:
+        if self._config.filter_zero_spread and self._surplus < SURPLUS * self._groups_per_step and not spread(group):
+            self._surplus += 1
             if step is not None:
                 self.close_group(group.group_id, step)
             return "untrainable"
@@ -178,7 +181,7 @@ class ReplayBuffer:
             chosen = self._choose_free(version, Counter(in_flight_versions))
         if chosen is None:
             return None
-        self._last_taken = version
+        self._last_taken, self._surplus = version, 0
         self._batch = frozenset(group.group_id for group, _ in chosen)
         taken = [self._use(group, weight, version) for group, weight in chosen]
         self._replayed += sum(group.replayed for group in taken) if self._config.replays else 0
@@ -215,6 +218,7 @@ class ReplayBuffer:
         """JSON-able facts of the held groups and the RNG; the caller saves the payloads by rollout id."""
         return {
             "reserved": self._reserved,
+            "surplus": self._surplus,
             "last_taken": self._last_taken,
             "replayed": self._replayed,
             "closed": sorted(self._closed.items()),
@@ -229,7 +233,7 @@ class ReplayBuffer:
         for row in state["groups"]:
             self._groups.add(group_from_json(row, payloads))
         self._closed = Counter(dict(state["closed"]))
-        self._reserved, self._replayed = state["reserved"], state["replayed"]
+        self._reserved, self._replayed, self._surplus = state["reserved"], state["replayed"], state.get("surplus", 0)
         self._last_taken, self._resumed_at = state["last_taken"], version
         self._rng.bit_generator.state = state["rng"]
 

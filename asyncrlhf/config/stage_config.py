@@ -118,7 +118,9 @@ class EvaluationConfig:
         "task.heldout_size prompts of split.",
     )
     pass_k: list[int] = setting([], "Numbers k for pass@k, the chance that one of k answers to a prompt is right.")
-    pass_reward: float = setting(1.0, "The least reward of an answer that counts as right, for pass_k and task.curriculum.")
+    pass_reward: float = setting(
+        1.0, "The least reward of an answer that counts as right, for pass_k and task.curriculum."
+    )
 
     def __post_init__(self) -> None:
         check_settings("evaluation", self)

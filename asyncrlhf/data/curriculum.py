@@ -47,15 +47,16 @@ class Known:
 
 
 class Curriculum(PromptSource):
-    """A stream of prompts over ``source``: some come as the source has them, the others again from a pool of those heard
-    of, each with a probability in proportion to its worth.
+    """A stream of prompts over ``source``: some come as the source has them, the others again from a pool of those
+    heard of, each with a probability in proportion to its worth.
 
     ``difficulty``: p (1 - p) of the rate p at which answers earn ``right`` or more, with half a right and half a wrong
-    one added to those seen: the variance of an answer, and so the size of a group's advantages (learnability, 2408.15099).
-    ``regret``: the prompt's best reward so far minus its mean (MaxMC, 2110.02439); what was never solved has none.
+    one added to those seen: the variance of an answer, and so the size of a group's advantages (learnability,
+    2408.15099). ``regret``: the prompt's best reward so far minus its mean (MaxMC, 2110.02439); what was never solved
+    has none.
 
-    What a draw knows is what has ended by then, so that two asynchronous runs do not have the same prompts; the order in
-    which it ended does not matter. All that is known is in :meth:`state`.
+    What a draw knows is what has ended by then, so that two asynchronous runs do not have the same prompts; the order
+    in which it ended does not matter. All that is known is in :meth:`state`.
     """
 
     def __init__(self, source: PromptSource, kind: str, seed: int, right: float) -> None:

@@ -80,7 +80,7 @@ def answers(
     model: Any, tokenizer: Any, prompts: Sequence[Prompt], cache: CacheConfig | None, seed: int, longest: int
 ) -> list[Rollout]:
     """One answer of at most ``longest`` tokens to each prompt, at temperature 1."""
-    engine = HFEngine(model, slots=SLOTS, cache=cache, longest=longest)
+    engine = HFEngine(model, slots=min(SLOTS, len(prompts)), cache=cache, longest=longest)
     engine.decode = tokenizer.decode
     sampling = SamplingParams(longest, stop_token_ids=(tokenizer.eos_token_id,))
     engine.submit([GenerationRequest(i, i, prompt, seed * 10**6 + i, sampling) for i, prompt in enumerate(prompts)])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrlhf.buffer.replay import SURPLUS
 from tests.loop import FAKE, Finished, run
 
 FEW = ("steps=12", "batch_size=32", "num_generations=8")
@@ -28,10 +29,25 @@ def test_prompts_come_again(tmp_path: Path, mode: str) -> None:
 
 def test_groups_that_the_filter_drops_are_heard_of(tmp_path: Path) -> None:
     """Else a prompt that is never solved would count as one whose answers are still under way."""
-    known = ("generator.fake.correct_probability=0.02", "buffer.filter_zero_spread=true", "generator.fake.length_mean=4")
+    known = (
+        "generator.fake.correct_probability=0.02",
+        "buffer.filter_zero_spread=true",
+        "generator.fake.length_mean=4",
+    )
     done = run(tmp_path, *FAKE, *FEW, *known, "task.curriculum=difficulty")
     groups, again = asked(done)
     assert groups > 2 * 12 * 4 and again > 0.25
+
+
+def test_a_task_that_cannot_be_solved_ends(tmp_path: Path) -> None:
+    """Ten times as many answers as without the filter, and no end without a bound. Now and then a fake one is right."""
+    known = ("generator.fake.correct_probability=0", "buffer.filter_zero_spread=true")
+    done = run(tmp_path, *FAKE, *FEW, *known)
+    done.assert_ledger_whole()
+    dropped = (done.rollouts.drop_reason == "untrainable").sum()
+    flat = [row["zero_spread_groups"] for row in done.metrics]
+    assert len(flat) == 12 and sum(flat) > 0.8 * 12
+    assert 10 * 32 * SURPLUS <= dropped <= 12 * 32 * SURPLUS
 
 
 @pytest.mark.more

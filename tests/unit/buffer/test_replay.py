@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
-from asyncrlhf.buffer.replay import ReplayBuffer
+from asyncrlhf.buffer.replay import SURPLUS, ReplayBuffer
 from asyncrlhf.buffer.sampling import advantage, beyond, correction, must_wait, priority
 from asyncrlhf.errors import LedgerError, StaleBatchError
-from asyncrlhf.types import RolloutGroup
+from asyncrlhf.types import Payload, RolloutGroup
 from tests.unit.buffer.world import make_group
 
 
@@ -388,6 +388,28 @@ def test_zero_spread_groups_are_refused_and_their_places_freed() -> None:
     assert buffer.add(make_group(0, rewards=(1.0, 1.0))) == "untrainable"
     assert buffer.add(make_group(1, rewards=(1.0, 0.0))) is None
     assert (buffer.held, buffer.reserved, buffer.free) == (2, 0, 2)
+
+
+def test_a_batch_is_filled_with_groups_of_equal_rewards_after_a_bounded_surplus() -> None:
+    """Where no answer earns more than another, the run would sample for ever."""
+    buffer = make_buffer(1, filter_zero_spread=True)
+
+    def dropped(first: int) -> int:
+        """Groups until one is kept, which is trained."""
+        for number in range(100):
+            buffer.reserve(2)
+            if buffer.add(make_group(first + number, rewards=(0.0, 0.0))) is None:
+                return number
+        raise AssertionError("100 groups were dropped for one step")
+
+    assert dropped(0) == SURPLUS
+    again = make_buffer(1, filter_zero_spread=True)
+    again.load_state_dict(buffer.state_dict(), {i: Payload([], 0) for i in range(200)}, 0)
+    for held in (buffer, again):
+        held.reserve(2)
+        assert held.add(make_group(50, rewards=(0.0, 0.0))) is None, "the surplus of this step is used up"
+        assert held.take(0)
+    assert dropped(60) == SURPLUS, "each step has its own"
 
 
 def test_scheduled_batches_are_the_scheduled_groups() -> None:
