@@ -85,9 +85,9 @@ class Cell:
 
 
 def grid() -> Iterator[Cell]:
-    """Seed by seed. At lag 0 there is nothing to correct: one run a seed."""
-    for seed, lag in itertools.product(SEEDS, (0, LAG)):
-        for correction in CORRECTIONS if lag else ("decoupled",):
+    """Seed by seed, `tis` after the others. At lag 0 there is nothing to correct: one run a seed."""
+    for arms in (((0, "decoupled"), (LAG, "none"), (LAG, "decoupled")), ((LAG, "tis"),)):
+        for seed, (lag, correction) in itertools.product(SEEDS, arms):
             yield Cell(lag, correction, RATE, seed)
 
 
@@ -95,12 +95,16 @@ def pilot() -> Iterator[Cell]:
     yield Cell(0, "decoupled", RATE, PILOT_SEED)
 
 
+def overrides(cell: Cell) -> list[str]:
+    own = [f"async.lag={cell.lag}", f"learner.learning_rate={cell.learning_rate}", f"seed={cell.seed}"]
+    return [*BASE, *CORRECTIONS[cell.correction], *own]
+
+
 def run(cell: Cell) -> list[dict[str, Any]]:
     """The one row of a run."""
     started = time.monotonic()
-    own = [f"async.lag={cell.lag}", f"learner.learning_rate={cell.learning_rate}", f"seed={cell.seed}"]
     with tempfile.TemporaryDirectory(prefix="smollm2-") as folder:
-        summary = train(load_config([*BASE, *CORRECTIONS[cell.correction], *own, f"run_dir={folder}/run"]))
+        summary = train(load_config([*overrides(cell), f"run_dir={folder}/run"]))
         frame = pd.DataFrame(read_metrics(Path(folder) / "run" / METRICS_FILE))
     if summary["exit_reason"] != "done":
         raise KeyboardInterrupt

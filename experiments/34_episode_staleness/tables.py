@@ -93,6 +93,19 @@ def mode(bound: int, concurrency: int) -> str:
     return f"bound {bound}, {concurrency} at a time" if bound else "sync"
 
 
+def words(runs: pd.DataFrame) -> str:
+    """Markdown: SmolLM2's runs by lag and correction, with what the lag cost beside its seed's lag 0."""
+    fresh = runs[runs.lag == 0].set_index("seed")
+    figures = ["after", "area", "ess_fraction_seq", "behavior_kl", "turns_mean"]
+    lines = ["| lag | correction | runs | " + " | ".join([*figures, "after, cost", "area, cost"]) + " |"]
+    lines.append("|" + "---|" * (5 + len(figures)))
+    for (lag, name), own in runs.groupby(["lag", "correction"]):
+        costs = [own.seed.map(fresh[column]) - own[column] for column in ("after", "area")]
+        cells = [shown(values) for values in (*(own[column] for column in figures), *costs)]
+        lines.append(f"| {lag} | {name} | {len(own)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def draw(lag: pd.DataFrame, tools: pd.DataFrame) -> None:
     figure, axes = plt.subplots(1, 5, figsize=(17, 3.8), constrained_layout=True)
     for place, (turns, own) in zip(axes, lag.groupby("turns"), strict=False):
@@ -139,6 +152,7 @@ def main() -> None:
         print(f"\n{column}\n\n{between(lag, column)}")
     for runtime, own in tools.groupby("runtime"):
         print(f"\n{runtime}\n\n{tools_table(own)}")
+    print(f"\nSmolLM2-135M\n\n{words(pd.read_csv(HERE / 'smollm2.csv'))}")
     draw(lag, tools)
 
 

@@ -74,12 +74,20 @@ def grid() -> Iterator[Cell]:
         yield Cell(task, arm, best[task, arm], seed)
 
 
+def steps_of(cell: Cell) -> int:
+    return PILOT_STEPS if cell.seed == PILOT_SEED else STEPS
+
+
+def overrides(cell: Cell) -> list[str]:
+    own = [f"steps={steps_of(cell)}", f"learner.learning_rate={cell.learning_rate}", f"seed={cell.seed}"]
+    return [*BASE, *TASKS[cell.task], *ARMS[cell.arm], *own]
+
+
 def run(cell: Cell) -> list[dict[str, Any]]:
     """One row for each evaluation: the one before the first step has step 0, that after the last one the run's."""
-    steps = PILOT_STEPS if cell.seed == PILOT_SEED else STEPS
-    own = [f"steps={steps}", f"learner.learning_rate={cell.learning_rate}", f"seed={cell.seed}"]
+    steps = steps_of(cell)
     with tempfile.TemporaryDirectory(prefix="curriculum-") as folder:
-        summary = train(load_config([*BASE, *TASKS[cell.task], *ARMS[cell.arm], *own, f"run_dir={folder}/run"]))
+        summary = train(load_config([*overrides(cell), f"run_dir={folder}/run"]))
         found = read_metrics(Path(folder) / "run" / METRICS_FILE)
     ends = summary["heldout_accuracy"]
     rows: list[dict[str, Any]] = [{"step": 0, "sampled": 0, "dropped": 0, "heldout": ends["before"]}]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+
+from asyncrlhf.config.compose import load_config
 
 worlds = import_module("experiments.34_episode_staleness.worlds")
 (A, B), (C, D) = np.random.default_rng(7).integers(0, 100, (2, 2)).tolist()  # the products of a row's seed
@@ -55,3 +58,39 @@ def test_areas_of_all_lags_are_of_the_same_versions(lag: int) -> None:
     lab = import_module("experiments.34_episode_staleness.lag")
     rewards = [float(max(0, step - lag)) for step in range(lab.STEPS)]  # each version's reward is its number
     assert lab.area(rewards, lag) == np.mean(range(lab.STEPS - lab.LAST))
+
+
+def test_the_game_in_words_rewards_what_guesses_rule_out() -> None:
+    words = import_module("experiments.34_episode_staleness.smollm2")
+
+    async def games(guess: Any) -> list[tuple[float, list[str]]]:
+        found = []
+        for seed in range(20):  # each number once
+            game, low, high, reward, told = words.Twenty(), 1, 20, 0.0, []
+            await game.reset({"seed": seed})
+            for turn in range(game.GUESSES):
+                step = await game.step(reply(guess(low, high)))
+                reward += step.reward or 0.0
+                if step.observation:
+                    told.append(step.observation)
+                    low, high = (int(x) for x in re.findall(r"\d+", step.observation))
+                if step.done:
+                    assert turn == game.GUESSES - 1 or not step.observation
+                    break
+            found.append((reward, told))
+        return found
+
+    middle = asyncio.run(games(lambda low, high: f"I say {(low + high) // 2}."))
+    assert sum(reward == 1.0 for reward, _ in middle) == 7 and min(reward for reward, _ in middle) > 0.8
+    assert all(("higher" in told[0]) != ("lower" in told[0]) for _, told in middle if told)
+    silent = asyncio.run(games(lambda low, high: "none"))
+    assert {reward for reward, _ in silent} == {0.0} and {len(told) for _, told in silent} == {3}
+
+
+def test_each_run_of_the_game_is_allowed_and_their_areas_are_of_the_same_versions() -> None:
+    words = import_module("experiments.34_episode_staleness.smollm2")
+    cells = [*words.pilot(), *words.grid()]
+    assert len(cells) == len(set(cells)) == 1 + 3 * 4
+    for cell in cells[:5]:
+        config = load_config(words.overrides(cell))
+        assert config.async_.fixed_lag == cell.lag and config.model.path == "smollm2"
