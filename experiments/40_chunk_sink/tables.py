@@ -118,10 +118,11 @@ def main() -> None:
     print(table(runs, keys, TRAINED), "\n")
     print(against(runs, keys, lab.ARMS[0]), "\n")
     print(pairs(runs), "\n")
-    words = pd.read_csv(HERE / "smollm2.csv")
-    whole = words.seed.map(words[words.policy == "full"].set_index("seed").reward)
-    figures = ["reward", "lost", "length", "cache_kl", "cache_ratio_low", "cache_kept_fraction"]
-    print(table(words.assign(lost=whole - words.reward), ["policy", "share"], figures), "\n")
+    for name in ("boards", "words"):
+        large = pd.read_csv(HERE / f"{name}.csv")
+        whole = large.seed.map(large[large.policy == "full"].set_index("seed").reward)
+        figures = ["reward", "lost", "length", "cache_kl", *PARTS, "cache_ratio_low", "cache_kept_fraction"]
+        print(table(large.assign(lost=whole - large.reward), ["policy", "share"], figures), "\n")
     both = pd.read_csv(HERE / "both.csv")
     print(table(both, ["steps", "cache", "share"], ["reward", "kl", "ess", "low"]), "\n")
     print(table(found := added(both), ["steps", "cache", "share"], list(found.columns[4:])))

@@ -47,6 +47,7 @@ BASE = (
     "checkpoint.at_end=false",
 )  # fmt: skip
 COLUMNS = ["step", "sampled", "dropped", "heldout", "reward_mean", "zero_spread_groups", "staleness_mean"]
+ALIKE = (7000, 10300)  # answers sampled: the mean of the evaluations there
 LEVELS = 0.5  # of the way from the start to the end of `off`, in the mean of its seeds: the quality asked for
 
 
@@ -123,15 +124,25 @@ def table() -> None:
         start, end = (plain[plain.step == step].heldout.mean() for step in (0, STEPS))
         quality = start + LEVELS * (end - start)
         print(f"\n{task}: from {start:.3f}, quality {quality:.3f}")
-        print("| prompts | rate | samples to it | of `filter`'s | at the end | dropped | no spread | staleness |")
-        print("|---|---|---|---|---|---|---|---|")
+        print(
+            "| prompts | rate | samples to it | of `off`'s | equal samples | less `off` | equal steps | less `off` |",
+            end="",
+        )
+        print(" dropped | no spread | staleness |")
+        print("|---|---|---|---|---|---|---|---|---|---|---|")
+        late = own[own.sampled.between(*ALIKE)]
+        late_off = late[late.arm == "off"].groupby("seed").heldout.mean()
+        end_off = plain[plain.step == STEPS].set_index("seed").heldout
         taken = own.groupby(["arm", "seed"])[["step", "sampled", "heldout"]].apply(samples_to, quality=quality)
         for arm in ARMS:
             rows, mine = own[own.arm == arm], taken[arm]
+            alike = late[late.arm == arm].groupby("seed").heldout.mean()
             last = rows[rows.step == STEPS].set_index("seed")
-            ratio = mine / taken["filter"]
             share = last.dropped / last.sampled
-            figures = ((mine, 0), (ratio, 2), (last.heldout, 3), (share, 3))
+            figures = (
+                (mine, 0), (mine / taken["off"], 2), (alike, 3), (alike - late_off, 3), (last.heldout, 3),
+                (last.heldout - end_off, 3), (share, 3),
+            )  # fmt: skip
             cells = [f"{x.mean():.{d}f} ± {x.std(ddof=1) / len(x) ** 0.5:.{d}f}" for x, d in figures]
             never = f" ({int(mine.isna().sum())} never)" if mine.isna().any() else ""
             print(
