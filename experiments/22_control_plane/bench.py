@@ -250,6 +250,9 @@ class OnePrompt:
     def __init__(self) -> None:
         self._prompt = Prompt("p", "1+6=", TOKENS, "7")
 
+    def heard(self, prompt: Prompt, rewards: Sequence[float]) -> None:
+        pass
+
     def next(self) -> Prompt:
         return self._prompt
 
