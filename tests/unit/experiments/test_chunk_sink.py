@@ -38,6 +38,18 @@ def test_each_share_leaves_something_to_choose_from(cell: object) -> None:
         assert cache.budget(ledger.LONGEST) > cache.window + cache.every
 
 
+@pytest.mark.parametrize("kind", ["boards", "words"])
+def test_so_do_those_of_the_larger_model(kind: str) -> None:
+    pytest.importorskip("reasoning_gym")
+    large = import_module("experiments.40_chunk_sink.smollm2")
+    assert large.task_of(kind).heldout_size == large.PROMPTS
+    cells = list(large.grid())
+    assert len(cells) == len(set(cells)) == 2 * 14
+    for cell in cells:
+        cache = caches.cache_of(cell.policy, cell.share, large.WINDOW, large.EVERY)
+        assert cache is None or cache.budget(large.TASKS[kind][1]) > cache.window + cache.every
+
+
 @pytest.mark.parametrize("arm", lab.ARMS, ids=str)
 def test_runs_are_allowed_and_differ_by_their_arm_alone(arm: tuple[str, float, int, str]) -> None:
     config = load_config([*lab.overrides(lab.Cell(*arm, lab.RATE, 0)), "task.path=rows.jsonl", "run_dir=unused"])
