@@ -120,7 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("pilot", "grid"))
     action = parser.parse_args().action
-    torch.set_num_threads(1)
+    torch.set_num_threads(2)
     cells, name = (pilot(), "smollm2_pilot.csv") if action == "pilot" else (grid(), "smollm2.csv")
     run_missing(cells, run, HERE / name, COLUMNS, ("before", "after", "area", "ess_fraction_seq", "seconds"))
 

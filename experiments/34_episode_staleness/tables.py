@@ -152,7 +152,8 @@ def main() -> None:
         print(f"\n{column}\n\n{between(lag, column)}")
     for runtime, own in tools.groupby("runtime"):
         print(f"\n{runtime}\n\n{tools_table(own)}")
-    print(f"\nSmolLM2-135M\n\n{words(pd.read_csv(HERE / 'smollm2.csv'))}")
+    if (played := HERE / "smollm2.csv").exists():
+        print(f"\nSmolLM2-135M\n\n{words(pd.read_csv(played))}")
     draw(lag, tools)
 
 
