@@ -167,6 +167,12 @@ def test_short_and_ordinary_words_are_not_taken_for_secrets() -> None:
     assert redacted({"path": ["see a longer one"], "count": 3}) == {"path": ["see ***"], "count": 3}
 
 
+def test_a_secret_that_contains_another_is_hidden_whole() -> None:
+    for secret in ("sesame-1", "sesame-1-and-more"):
+        hide(secret)
+    assert redact("first sesame-1-and-more, then sesame-1") == "first ***, then ***"
+
+
 def test_a_folder_out_of_the_environment_stays_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLANTED_FOLDER", str(tmp_path / "run"))
     done = run_module.train(

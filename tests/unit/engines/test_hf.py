@@ -343,3 +343,15 @@ def test_stop_texts_end_a_response_with_the_token_that_completes_one() -> None:
         assert_close(result.behavior_logprobs, free[i].behavior_logprobs[:end], atol=FLOAT32)
         assert result.finish_reason == ("stop" if stop in text else "length")
     assert len(done[0].response_ids) <= 8
+
+
+def test_the_draws_of_an_answer_do_not_depend_on_its_prompts_length() -> None:
+    """The n-th token of a seed is drawn by its n-th number: under a model whose tokens are all as likely, the answers
+    to prompts of any length are the same."""
+    model = make_model()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.zero_()
+    prompts = [Prompt(str(n), "", np.arange(1, 1 + n)) for n in (2, 5, 9)]
+    requests = [GenerationRequest(i, i, prompt, 7, SamplingParams(12)) for i, prompt in enumerate(prompts)]
+    first, *others = (rollout.response_ids.tolist() for rollout in run(HFEngine(model, slots=4), requests).values())
+    assert others == [first, first] and len(set(first)) > 3
