@@ -41,7 +41,7 @@ class Known:
         if self.asked:
             return 0.0
         if kind == "regret":
-            return self.best - self.total / self.count
+            return max(0.0, self.best - self.total / self.count)  # a mean of equal rewards may round above them
         rate = (self.right + 0.5) / (self.count + 1)
         return rate * (1 - rate)
 

@@ -108,6 +108,12 @@ def test_the_order_in_which_groups_end_does_not_matter() -> None:
     assert found[0] == found[1]
 
 
+def test_a_mean_that_rounds_above_the_best_reward_has_no_regret() -> None:
+    stream = Curriculum(source(3), "regret", 0, right=1.0)
+    for draw in range(400):
+        stream.heard(stream.next(), [0.1, 0.1, 0.1] if draw < 390 else [0.1, 0.3])
+
+
 def test_it_remembers_a_bounded_number() -> None:
     stream = Curriculum(source(None), "difficulty", 0, right=1.0)
     drawn(stream, 3 * POOL)
