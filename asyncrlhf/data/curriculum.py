@@ -47,7 +47,7 @@ class Known:
 
 
 class Curriculum(PromptSource):
-    """A stream of prompts over ``source``: some come as the source has them, the others again from a pool of those
+    """The prompts of ``source``: some come as it has them, the others again from a pool of those
     heard of, each with a probability in proportion to its worth.
 
     ``difficulty``: p (1 - p) of the rate p at which answers earn ``right`` or more, with half a right and half a wrong
@@ -59,8 +59,10 @@ class Curriculum(PromptSource):
     in which it ended does not matter. All that is known is in :meth:`state`.
     """
 
-    def __init__(self, source: PromptSource, kind: str, seed: int, right: float) -> None:
-        self._source, self._kind, self._seed, self._right = source, kind, seed, right
+    def __init__(self, source: PromptSource, kind: str, right: float) -> None:
+        of = source.state()
+        super().__init__(source.prompt, of["length"], of["seed"])
+        self._kind, self._right = kind, right
         self._draws = 0
         self._pool: dict[str, Known] = {}  # by prompt id, the last drawn at the end
 
@@ -69,11 +71,11 @@ class Curriculum(PromptSource):
         self._draws += 1
         worths = np.array([known.worth(self._kind) for known in self._pool.values()])
         if rng.random() < FRESH or not worths.sum():
-            index = self._source.index(self._source.state()["position"])
-            prompt = self._source.next()
+            index = self.index(self._position)
+            prompt = super().next()
         else:
             index = [*self._pool.values()][int(rng.choice(len(worths), p=worths / worths.sum()))].index
-            prompt = self._source.prompt(index)
+            prompt = self.prompt(index)
         known = self._pool.pop(prompt.prompt_id, Known(index))
         known.asked = True
         self._pool[prompt.prompt_id] = known
@@ -88,9 +90,9 @@ class Curriculum(PromptSource):
 
     def state(self) -> dict[str, Any]:
         pool = {prompt_id: asdict(known) for prompt_id, known in self._pool.items()}
-        return {**self._source.state(), "draws": self._draws, "pool": pool}
+        return {**super().state(), "draws": self._draws, "pool": pool}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._source.restore(state)
+        super().restore(state)
         self._draws = int(state.get("draws", 0))
         self._pool = {prompt_id: Known(**known) for prompt_id, known in state.get("pool", {}).items()}

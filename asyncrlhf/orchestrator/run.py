@@ -134,7 +134,7 @@ def _prompts(config: RunConfig, task: Task) -> PromptSource:
     source = task.train_source(config.seed)
     if config.task.curriculum == "off":
         return source
-    return Curriculum(source, config.task.curriculum, config.seed, config.evaluation.pass_reward)
+    return Curriculum(source, config.task.curriculum, config.evaluation.pass_reward)
 
 
 def _read_whole(folder: Path, config: RunConfig, run_dir: Path, task: Task) -> tuple[Saved, Origin]:

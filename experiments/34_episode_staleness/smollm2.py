@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,7 @@ from asyncrlhf.records.write.recorder import METRICS_FILE, read_metrics
 from experiments.resumable import run_missing
 
 HERE = Path(__file__).absolute().parent
-CORRECTIONS = {
-    "none": ("algorithm=grpo", "algorithm.aggregate=token"),
-    "decoupled": ("algorithm=decoupled_grpo",),
-    "tis": ("algorithm=tis",),
-}
+CORRECTIONS = import_module("experiments.34_episode_staleness.lag").CORRECTIONS
 LAG, SEEDS, PILOT_SEED = 4, (0, 1, 2), 100
 RATE = 2e-5  # experiment 11's
 STEPS = 28

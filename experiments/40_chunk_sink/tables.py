@@ -31,11 +31,13 @@ def shown(values: pd.Series, digits: int = 3) -> str:
     return f"{values.mean():.{digits}f}{error}"
 
 
-def table(frame: pd.DataFrame, keys: Sequence[str], names: Sequence[str]) -> str:
+def table(frame: pd.DataFrame, keys: Sequence[str], names: Sequence[str], digits: int = 3) -> str:
     """One line for each combination of ``keys``, in the order of the rows, with the number of its seeds."""
     lines = ["| " + " | ".join([*keys, "seeds", *names]) + " |", "|---" * (len(keys) + 1 + len(names)) + "|"]
     for key, rows in frame.groupby(list(keys), sort=False):
-        lines.append("| " + " | ".join([*map(str, key), str(len(rows)), *(shown(rows[n]) for n in names)]) + " |")
+        lines.append(
+            "| " + " | ".join([*map(str, key), str(len(rows)), *(shown(rows[n], digits) for n in names)]) + " |"
+        )
     return "\n".join(lines)
 
 
@@ -122,7 +124,7 @@ def main() -> None:
         large = pd.read_csv(HERE / f"{name}.csv")
         whole = large.seed.map(large[large.policy == "full"].set_index("seed").reward)
         figures = ["reward", "lost", "length", "cache_kl", *PARTS, "cache_ratio_low", "cache_kept_fraction"]
-        print(table(large.assign(lost=whole - large.reward), ["policy", "share"], figures), "\n")
+        print(table(large.assign(lost=whole - large.reward), ["policy", "share"], figures, digits=4), "\n")
     both = pd.read_csv(HERE / "both.csv")
     print(table(both, ["steps", "cache", "share"], ["reward", "kl", "ess", "low"]), "\n")
     print(table(found := added(both), ["steps", "cache", "share"], list(found.columns[4:])))
