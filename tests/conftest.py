@@ -97,18 +97,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)  # before those that `-m` does not choose are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """``more_but("a", "b")``: the test's cases with one of these words in their ids stay in `make test`, the others are
-    `more`. ``more_but(every=4)``: every fourth case stays."""
-    cases: Counter[tuple[str, str]] = Counter()
-    for item in items:
-        mark = item.get_closest_marker("more_but")
-        if mark is None or not isinstance(item, pytest.Function):
-            continue
-        case = cases[test := (item.nodeid.partition("[")[0], item.originalname)]
-        cases[test] += 1
-        words = item.callspec.id.split("-") if hasattr(item, "callspec") else []
-        stays = case % mark.kwargs["every"] == 0 if mark.kwargs else set(words) & set(mark.args)
-        if not stays:
-            item.add_marker("more")
+    `more`. ``more_but(every=4)``: every fourth case stays. ``thorough_but`` likewise, of the cases that are `more`."""
+    for name in ("more", "thorough"):
+        cases: Counter[tuple[str, str]] = Counter()
+        for item in items:
+            mark = item.get_closest_marker(f"{name}_but")
+            if mark is None or not isinstance(item, pytest.Function):
+                continue
+            if name == "thorough" and item.get_closest_marker("more") is None:
+                continue
+            case = cases[test := (item.nodeid.partition("[")[0], item.originalname)]
+            cases[test] += 1
+            words = item.callspec.id.split("-") if hasattr(item, "callspec") else []
+            stays = case % mark.kwargs["every"] == 0 if mark.kwargs else set(words) & set(mark.args)
+            if not stays:
+                item.add_marker(name)
 
 
 def pytest_configure(config: pytest.Config) -> None:

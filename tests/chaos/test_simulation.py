@@ -25,8 +25,9 @@ from tests.chaos.simulation import Result, draw_config, draw_episodes, draw_pull
 
 
 def divided(most: int, *few: int) -> dict[str, list[int]]:
-    """The few of `make test`, and the rest of ``most``."""
-    return {"few": [*few], "rest": [seed for seed in range(most) if seed not in few]}
+    """The few of `make test`, what continuous integration adds, and the rest of ``most``."""
+    left = [seed for seed in range(most) if seed not in few]
+    return {"few": [*few], "more": left[::3], "rest": [seed for i, seed in enumerate(left) if i % 3]}
 
 
 # Runs whose replicas pull, or of episodes, differ from the others in few parts.
@@ -51,6 +52,7 @@ def sentences(results: list[Result]) -> str:
 
 
 @pytest.mark.more_but("few")
+@pytest.mark.thorough_but("few", "more")
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_no_schedule_of_faults_breaks_a_promise(seeds: str) -> None:
     results = [simulate(seed) for seed in SEEDS[seeds]]
@@ -73,6 +75,7 @@ PULL_SEEDS = divided(120, 38, 51, *range(3, 120, 32))
 
 
 @pytest.mark.more_but("few")
+@pytest.mark.thorough_but("few", "more")
 @pytest.mark.parametrize("seeds", PULL_SEEDS)
 def test_no_schedule_of_faults_breaks_a_promise_of_replicas_that_pull(seeds: str) -> None:
     results = [simulate(seed, pulls=True) for seed in PULL_SEEDS[seeds] if not pulls_alike(seed)]
@@ -80,6 +83,7 @@ def test_no_schedule_of_faults_breaks_a_promise_of_replicas_that_pull(seeds: str
 
 
 @pytest.mark.more_but("few")
+@pytest.mark.thorough_but("few", "more")
 @pytest.mark.parametrize("seeds", EPISODE_SEEDS)
 def test_no_schedule_of_faults_breaks_a_promise_of_episodes(seeds: str) -> None:
     apart = [seed for seed in EPISODE_SEEDS[seeds] if draw_episodes(seed, False) is None]  # others are plain seeds

@@ -18,7 +18,7 @@ from tests.ray_run import part_processes, wait_until
 
 pytestmark = pytest.mark.more
 ROOT = Path(__file__).resolve().parents[2]
-SMALL: dict[str, Any] = {"logging": "quiet", "runtime": "ray", "steps": 20, "batch_size": 16, "num_generations": 4}
+SMALL: dict[str, Any] = {"logging": "quiet", "runtime": "ray", "steps": 20, "batch_size": 8, "num_generations": 4}
 SETTINGS = {
     "task.heldout_size": 2, "generator.slots": 16, "generator.max_completion_length": 1500, "generator.threads": 0,
     "task.max_prompt_length": 2048, "episode.max_turns": 4, "episode.max_turn_tokens": 1, "episode.workers": 2,
@@ -49,7 +49,7 @@ def test_it_trains(kind: str, tmp_path: Path, ray_local: Any) -> None:
         }[kind]
         run = asyncrlhf.train(model, **given, **SMALL, overrides={**SETTINGS, "run_dir": tmp_path / "run"})
     ledger = run.summary["ledger"]
-    assert run.summary["exit_reason"] == "done" and ledger["trained"] == 320 and not any(ledger["failed"].values())
+    assert run.summary["exit_reason"] == "done" and ledger["trained"] == 160 and not any(ledger["failed"].values())
     assert verify(run.path) == []
     rows = run.rollouts[run.rollouts.state == "trained"]
     assert rows.reward.nunique() > 1 and (rows.groupby("group_id").prompt.nunique() == 1).all()

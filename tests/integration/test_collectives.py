@@ -118,7 +118,7 @@ def test_two_ranks_call_alike(two: list[dict[str, tuple[Log, list[bool]]]], name
     assert sum(call.name == shown for call in logs[0].calls) >= 8
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_two_ranks_of_other_learners_call_alike() -> None:
     found = run_ranks(job, 2, 2, MORE)
     for name in MORE:

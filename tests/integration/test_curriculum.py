@@ -50,7 +50,7 @@ def test_a_task_that_cannot_be_solved_ends(tmp_path: Path) -> None:
     assert 10 * 32 * SURPLUS <= dropped <= 12 * 32 * SURPLUS
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_more_groups_have_unequal_rewards(tmp_path: Path) -> None:
     learning = ("steps=40", "batch_size=64", "num_generations=8")
     flat = {}

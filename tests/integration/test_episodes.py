@@ -231,7 +231,7 @@ def test_an_environment_that_takes_too_long_in_all_ends_its_episode_truncated(tm
     assert not done.summary["ledger"]["failed"]
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_the_learner_is_busy_while_tools_take_ten_times_the_sampling(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -332,13 +333,15 @@ def test_strangers_at_every_port_do_not_disturb_a_publish(make_cluster: Any) -> 
     thread = threading.Thread(target=bother)
     thread.start()
     try:
-        for epoch in range(3):
+        for epoch in itertools.count():
             cluster.connect(["g0", "g1"], epoch)
             check_delivery(cluster, epoch, ["g0", "g1"])
+            if epoch >= 2 and met[0] > 10:  # on a busy machine a publish is over before a stranger has found a port
+                break
+            assert epoch < 1000, "no stranger finds a port"
     finally:
         stop.set()
         thread.join()
-    assert met[0] > 10
 
 
 def ports(process: psutil.Process) -> list[int]:

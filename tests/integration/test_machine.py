@@ -345,7 +345,7 @@ class Clock:
             file.write(seconds.to_bytes(8, "little", signed=True))
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_a_clock_that_jumps_and_a_stop_of_all_processes_end_no_run(tmp_path: Path, monkeypatch: Patch) -> None:
     """As a laptop that sleeps, and a cluster that stops a job for another: longer than twice the limit."""
     limit = 10.0

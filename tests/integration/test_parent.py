@@ -99,7 +99,7 @@ def started(folder: Path, *words: str):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize(
     ("number", "word"),
     [
-        pytest.param(signal.SIGSEGV, "crashed (SIGSEGV)", marks=pytest.mark.more),
+        pytest.param(signal.SIGSEGV, "crashed (SIGSEGV)", marks=pytest.mark.thorough),
         (signal.SIGKILL, "was killed (SIGKILL)"),
     ],
 )
@@ -218,7 +218,7 @@ def test_two_signals_end_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("lost", ["raylet", "gcs_server"])
+@pytest.mark.parametrize("lost", ["raylet", pytest.param("gcs_server", marks=pytest.mark.thorough)])
 def test_without_rays_processes_a_run_ends_in_seconds(lost: str, tmp_path: Path) -> None:
     with started(tmp_path, *FAKE, *QUIET, "steps=100000", "checkpoint.every=5") as command:
         own = command.until(8)
@@ -332,7 +332,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("end", ["raises", "killed"])
+@pytest.mark.parametrize("end", ["raises", pytest.param("killed", marks=pytest.mark.thorough)])
 def test_a_script_of_the_python_api_is_spoken_for_too(end: str, tmp_path: Path) -> None:
     """It keeps its traceback where it has one."""
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -380,7 +380,7 @@ def temporary() -> Iterator[str]:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("verb", ["evaluate", "sweep"])
+@pytest.mark.parametrize("verb", ["evaluate", pytest.param("sweep", marks=pytest.mark.thorough)])
 def test_an_evaluation_and_a_sweep_of_the_python_api_are_spoken_for(verb: str, tmp_path: Path, temporary: str) -> None:
     (tmp_path / "script.py").write_text(OTHERS)
     own = {"PYTHONPATH": str(ROOT), "TMPDIR": temporary, "SCORED": str(tmp_path / "scored")}

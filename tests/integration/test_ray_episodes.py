@@ -93,7 +93,7 @@ def strange_ids(kind: type[Rare], rollouts: Any) -> set[int]:
 @pytest.mark.parametrize(
     ("kind", "options", "cause"),
     [
-        (Exits, (), "Its episode worker died 3 times with it: episode-"),
+        pytest.param(Exits, (), "Its episode worker died 3 times with it: episode-", marks=pytest.mark.thorough),
         (Blocks, ("stall_timeout_seconds=6",), "Its episode worker died 3 times with it: episode-"),
     ],
     ids=["exits", "blocks"],

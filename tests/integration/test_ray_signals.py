@@ -71,7 +71,7 @@ sys.exit(main(["train", *sys.argv[1:]]))
 """
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_a_second_signal_ends_rays_start_at_once(tmp_path: Path) -> None:
     command = [sys.executable, "-c", TWICE, f"run_dir={tmp_path}", *FAKE, *QUIET]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=2 * SECONDS)

@@ -49,7 +49,7 @@ def test_a_warned_job_goes_back_into_the_queue_and_goes_on_there(site: Path) -> 
     assert verify(run_dir) == []
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_a_job_that_fails_or_is_stopped_by_hand_stays_out_of_the_queue(site: Path) -> None:
     run_dir = site / f"runs/slurm-{JOB}"
     run_dir.mkdir(parents=True)

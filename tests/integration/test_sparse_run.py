@@ -22,7 +22,7 @@ def told(done: Finished) -> list[tuple[Any, ...]]:
     return [(row["loss"], row["reward_mean"], row["entropy"], row["grad_norm"]) for row in done.metrics]
 
 
-@pytest.mark.parametrize("steps", [12, pytest.param(200, marks=pytest.mark.more)])
+@pytest.mark.parametrize("steps", [12, pytest.param(200, marks=pytest.mark.thorough)])
 def test_a_run_samples_what_it_samples_with_whole_versions(tmp_path: Path, steps: int) -> None:
     options = (*SMALL, f"steps={steps}", "weights.dtype=bfloat16", "async=async")
     whole = local_run(tmp_path / "whole", *options)

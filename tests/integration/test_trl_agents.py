@@ -77,7 +77,7 @@ def test_tools(tmp_path: Path, runtime: str, request: pytest.FixtureRequest) -> 
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("runtime", ["local", "ray"])
+@pytest.mark.parametrize("runtime", [pytest.param("local", marks=pytest.mark.thorough), "ray"])
 def test_an_environment(tmp_path: Path, runtime: str, request: pytest.FixtureRequest) -> None:
     if runtime == "ray":
         request.getfixturevalue("ray_local")

@@ -64,6 +64,18 @@ def test_runs_are_allowed_and_differ_by_their_arm_alone(arm: tuple[str, float, i
     assert algorithm.aggregate == "token"
 
 
+def test_so_are_those_of_the_larger_model() -> None:
+    pytest.importorskip("reasoning_gym")
+    boards = import_module("experiments.40_chunk_sink.train_smollm2")
+    cells = [*boards.grid(), *boards.pilot()]
+    assert len(set(cells)) == len(cells) == 2 * len(boards.ARMS) + 2
+    for cell in cells[: len(boards.ARMS)]:
+        config = load_config([*boards.overrides(cell), "model.path=tiny", "run_dir=unused"])
+        cache = read_cache(config.generator.cache, config.generator.max_completion_length)
+        assert (cache is None) == (cell.cache == "full") and config.async_.fixed_lag == cell.lag
+        assert cache is None or cache.budget(config.generator.max_completion_length) > cache.window + cache.every
+
+
 def test_distances_add_up_where_they_should() -> None:
     """By seed: what both make together less the sum, and the effective share less the product."""
     rows = [

@@ -108,3 +108,24 @@ def test_the_sweep_is_of_every_preset_with_a_ratio() -> None:
 @pytest.mark.parametrize("name", ["runs.csv", "curves.csv", "pilot.csv", "ranking.csv", "figure.png"])
 def test_its_files_are_there(name: str) -> None:
     assert Path(board.HERE / name).stat().st_size > 1000
+
+
+def test_runs_of_the_larger_model_are_allowed_and_shown_by_their_distance_to_the_default() -> None:
+    large = import_module("experiments.36_leaderboard.smollm2")
+    cells = list(large.grid())
+    assert len(set(cells)) == len(cells) == 4 * len(large.METHODS)
+    for cell in cells[: len(large.METHODS)]:
+        config = load_config(large.overrides(cell))
+        assert config.model.path == "smollm2" and config.async_.fixed_lag == 4
+        assert (config.algorithm.num_iterations, config.algorithm.minibatches) == (1, 2)
+    runs = pd.DataFrame(
+        [
+            {"method": method, "lag": lag, "seed": seed, "reward": base - lag / 100 + seed / 10}
+            for method, base in ((board.DEFAULT, 0.5), ("opsm", 0.52))
+            for lag in (0, 4)
+            for seed in (0, 1)
+        ]
+    )
+    first, second = large.show(runs).splitlines()[2:]
+    assert first == "| `opsm` | 2 | 0.570 ± 0.050 | +0.020 ± 0.000 | 0.530 ± 0.050 | +0.020 ± 0.000 |"
+    assert second == f"| `{board.DEFAULT}` | 2 | 0.550 ± 0.050 |  | 0.510 ± 0.050 |  |"

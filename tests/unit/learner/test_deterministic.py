@@ -60,6 +60,8 @@ REFUSED = {
     "Tensor.resize_": "resize_",  # of a quantized tensor
 }
 NAMES = {name for names in REFUSED.values() for name in names.split()}
+# Presets that between them have every part of a step: a critic, a slow copy, pairs, a regression, gates.
+APART = ("m2po", "ppo", "vcpo", "impact", "oapl", "copg", "online_dpo", "opsm", "sao", "tba")
 
 
 def is_refused(name: str, overload: str, arguments: Sequence[Any], words: dict[str, Any]) -> bool:
@@ -151,6 +153,7 @@ def called_on_a_gpu(algorithm: AlgorithmConfig, learner: dict[str, Any]) -> tupl
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.more_but("m2po", "vcpo")
+@pytest.mark.thorough_but(*APART)
 def test_no_preset_needs_what_torch_refuses_on_a_gpu_or_has_the_host_wait_for_each_microbatch(name: str) -> None:
     algorithm = preset(name)
     _, counts = called_on_a_gpu(algorithm, {})
@@ -204,6 +207,7 @@ def assert_same_filled(algorithm: AlgorithmConfig, learner: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.more_but("m2po", "ppo", "vcpo")
+@pytest.mark.thorough_but(*APART)
 def test_a_step_reads_no_memory_that_it_did_not_write(name: str) -> None:
     """So that memory may stay unfilled, which saves time."""
     assert_same_filled(preset(name), {})
