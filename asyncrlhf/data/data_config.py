@@ -180,7 +180,12 @@ class TaskConfig:
             "task=reasoning_gym needs task.datasets: a list of reasoning-gym dataset names.",
         )
         strangers = [name for name in self.dataset_options if name not in self.datasets]
-        check(not strangers, f"task.dataset_options names {strangers}, not among task.datasets={list(self.datasets)}.")
+        leave_out = " ".join(f"~task.dataset_options.{name}" for name in strangers)
+        check(
+            not strangers,
+            f"task.dataset_options names {strangers}, not among task.datasets={list(self.datasets)}; add "
+            f"{leave_out} to leave out these options, which may be those of the task's own file.",
+        )
 
     @property
     def parts(self) -> dict[str, tuple[TaskConfig, float]]:

@@ -23,7 +23,11 @@ def make_engine(slots: int = 1, **settings: float) -> FakeEngine:
 
 def run(engine: FakeEngine) -> dict[int, tuple[float, Rollout | GenerationFailure]]:
     """Step at each ``wake_at``; the time at which each request came back."""
-    done, now = {}, 0.0
+    return run_from(engine, 0.0)
+
+
+def run_from(engine: FakeEngine, now: float) -> dict[int, tuple[float, Rollout | GenerationFailure]]:
+    done = {}
     while engine.in_flight():
         output = engine.step(now)
         done.update({result.rollout_id: (now, result) for result in output.finished})
@@ -79,6 +83,18 @@ def test_tokens_are_made_evenly_and_stamped_when_they_are_made() -> None:
     assert engine.step(9.0).finished == []
     [result] = engine.step(10.0).finished
     assert result.policy_versions.tolist() == [0] * 3 + [1] * 4 + [2] * 3
+
+
+def test_weights_that_come_when_a_response_ends_leave_the_others_tokens_of_before_to_the_old_version() -> None:
+    engine = make_engine(2, latency_median=1.0, latency_sigma=0.7, length_mean=100.0, length_sigma=0.0)
+    engine.submit(make_requests(2))
+    first = engine.step(0.0).wake_at
+    assert first is not None and len(engine.step(first).finished) == 1  # such a step counts its own tokens alone
+    engine.load_weights(1, {}, "keep")
+    ((last, rollout),) = run_from(engine, first).values()
+    assert isinstance(rollout, Rollout)
+    old = np.count_nonzero(rollout.policy_versions == 0)
+    assert old == pytest.approx(len(rollout.response_ids) * first / last, abs=1) and old > 10
 
 
 def test_a_sleep_freezes_the_clock() -> None:

@@ -71,6 +71,25 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted_then_fails_the_run
         trained.train_step(broken)
 
 
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_a_critics_gradient_that_is_not_finite_moves_neither_it_nor_the_policy(
+    optim: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm = AlgorithmConfig(advantage="gae", correction="none")
+    trained = backend(algorithm, LearnerConfig(learning_rate=1e-2, optim=optim, critic_learning_rate=1e-2))
+    trained.train_step(random_batch())
+    assert trained.updater.critic is not None
+    modules = (trained.model, trained.updater.critic)
+    before = [parameter.detach().clone() for module in modules for parameter in module.parameters()]
+    with monkeypatch.context() as patch:
+        patch.setattr("asyncrlhf.learner.torch_backend.critic_loss", lambda *args: args[2].sum() * math.inf)
+        result = trained.train_step(random_batch())
+    assert result.skipped and result.metrics["skipped_updates"] == 1
+    after = [parameter for module in modules for parameter in module.parameters()]
+    assert all(map(torch.equal, before, after))
+    assert not trained.train_step(random_batch()).skipped
+
+
 @pytest.mark.parametrize("place", [0, 2], ids=["the first", "a later one"])
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_an_update_that_is_not_finite_leaves_no_trace_in_the_optimizer(optim: str, place: int) -> None:

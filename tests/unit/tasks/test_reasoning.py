@@ -9,6 +9,7 @@ import reasoning_gym
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from asyncrlhf.config.compose import load_config
 from asyncrlhf.data.data_config import TaskConfig
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.tasks.build_task import build_task
@@ -115,6 +116,14 @@ def test_wrong_settings_are_one_sentence(datasets: list[str], settings: dict[str
     with pytest.raises(ConfigError, match=message) as caught:
         make(*datasets, **settings)
     assert "\n" not in str(caught.value)
+
+
+def test_another_dataset_than_those_of_the_tasks_file_is_had_by_what_the_refusal_says() -> None:
+    chosen = ["task=reasoning_gym", "task.datasets=[gcd]", "model.path=tiny", "run_dir=unused"]
+    with pytest.raises(ConfigError) as caught:
+        load_config(chosen)
+    said = [word for word in str(caught.value).split() if word.startswith("~")]
+    assert load_config([*chosen, *said]).task.dataset_options == {}
 
 
 def test_a_dataset_that_is_all_held_out_is_refused() -> None:
