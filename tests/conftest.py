@@ -96,8 +96,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before those that `-m` does not choose are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """``more_but("a", "b")``: the test's cases with one of these words in their ids stay in `make test`, the others are
-    `more`. ``more_but(every=4)``: every fourth case stays. ``thorough_but`` likewise, of the cases that are `more`."""
+    """``more_but("a", "b")``: the test's cases with one of these words in their ids, or with one of these ids, stay in
+    `make test`, the others are `more`. ``more_but(every=4)``: every fourth stays. ``thorough_but`` likewise, of the
+    cases that are `more`."""
     for name in ("more", "thorough"):
         cases: Counter[tuple[str, str]] = Counter()
         for item in items:
@@ -109,7 +110,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             case = cases[test := (item.nodeid.partition("[")[0], item.originalname)]
             cases[test] += 1
             words = item.callspec.id.split("-") if hasattr(item, "callspec") else []
-            stays = case % mark.kwargs["every"] == 0 if mark.kwargs else set(words) & set(mark.args)
+            stays = case % mark.kwargs["every"] == 0 if mark.kwargs else {*words, "-".join(words)} & set(mark.args)
             if not stays:
                 item.add_marker(name)
 
@@ -121,6 +122,11 @@ def pytest_configure(config: pytest.Config) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
+
+
+def pytest_unconfigure() -> None:
+    """pytest looks for garbage five times at its end, among all objects of the libraries: 20 s on a slow machine."""
+    keep_existing()
 
 
 @pytest.fixture(autouse=True)

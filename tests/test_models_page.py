@@ -38,6 +38,7 @@ def test_the_page_has_exactly_the_families_of_this_transformers() -> None:
 
 @pytest.mark.parametrize("family", SAMPLE)
 @pytest.mark.more_but(every=5)
+@pytest.mark.thorough_but(every=2)
 def test_rows_are_those_that_the_code_finds(family: str) -> None:
     assert models_page.row(family).line() == committed()[family], "make reference"
 

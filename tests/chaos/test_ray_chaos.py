@@ -210,7 +210,7 @@ def test_a_transport_without_a_control_line_does_not_hang_either(
     assert len(hung) == 1 and said.count("generator-1 did not") == 1 and said.count("generator-1 is back") == 1
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 @pytest.mark.usefixtures("ray_local")
 def test_frozen_parts_are_named_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

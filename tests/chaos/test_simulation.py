@@ -263,6 +263,7 @@ BUGS = (
 
 @pytest.mark.parametrize("bug", BUGS)
 @pytest.mark.more_but("late_result_accepted", "result_lost")
+@pytest.mark.thorough_but(every=2)
 def test_planted_bugs_are_caught(bug: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     bug(monkeypatch)
     assert any(simulate(seed).broken for seed in seeds_of("0-59")), f"nobody noticed: {bug.__name__}"

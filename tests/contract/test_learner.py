@@ -146,7 +146,7 @@ def test_a_critic_elsewhere_gives_the_values_of_the_learners_own(make: Make) -> 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.more_but(every=5)
-@pytest.mark.thorough_but(every=2)
+@pytest.mark.thorough_but(every=4)
 def test_steps_move_the_weights_and_resume_goes_on_bit_for_bit(make: Make, tmp_path: Path, name: str) -> None:
     """From a checkpoint whose model is one of transformers."""
     options = {"lr_schedule": "cosine", "warmup_steps": 2}

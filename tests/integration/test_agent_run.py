@@ -37,7 +37,7 @@ def assert_played(done: Finished, steps: int, batch: int) -> None:
     assert verify(done.folder) == []
 
 
-@pytest.mark.parametrize(("steps", "batch"), [(3, 4), pytest.param(20, 2, marks=pytest.mark.more)])
+@pytest.mark.parametrize(("steps", "batch"), [(3, 4), pytest.param(20, 2, marks=pytest.mark.thorough)])
 def test_an_agent_with_openais_client_trains(
     tmp_path: Path, steps: int, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,7 +70,7 @@ def test_a_taskset_of_verifiers_trains_twenty_steps(tmp_path: Path) -> None:
     assert verify(done.folder) == []
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_an_agent_in_a_thread_trains_twenty_steps(tmp_path: Path) -> None:
     done = run(
         tmp_path, *SMALL, "steps=20", "batch_size=16", "episode.agent=tests.agents:sums", "episode.workers=2"

@@ -46,7 +46,7 @@ def checkpoint(folder: Path, name: str, **sizes: Any) -> Path:
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.more_but("gemma3_text", "mamba")
-@pytest.mark.thorough_but("gemma3_text", "mamba", "bloom", "granitemoehybrid")
+@pytest.mark.thorough_but("gemma3_text", "mamba", "bloom")
 def test_without_staleness_the_learners_log_probs_are_the_engines(tmp_path: Path, name: str) -> None:
     folder = checkpoint(tmp_path / "model", name, **FAMILIES[name])
     done = run(tmp_path / "run", *QUIET, *SYNC, f"model.path={folder}")

@@ -76,7 +76,7 @@ def test_rows_a_closure_and_callbacks_in_and_frames_out(tmp_path: Path) -> None:
     assert transformers.AutoModelForCausalLM.from_pretrained(run.model).num_parameters() > 0
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_functions_of_a_notebook_travel(tmp_path: Path) -> None:
     """One of ``__main__`` is in no module that a worker could import."""
     given = "[mine, lambda completions, **_: [weight for _ in completions]]"
@@ -198,7 +198,7 @@ def test_evaluate_a_run_with_its_own_settings(tmp_path: Path) -> None:
         assert set(found.samples.reward) == {1.5} and found.figures["reward_parts"]["easy"]["mean"] == 0.25
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_a_sweep_comes_back_as_frames_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     lags = {

@@ -110,7 +110,7 @@ def two() -> list[dict[str, tuple[Log, list[bool]]]]:
     return run_ranks(job, 2, 2, TWO)
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TWO)
 def test_two_ranks_call_alike(two: list[dict[str, tuple[Log, list[bool]]]], name: str) -> None:
     logs = check(two, name)

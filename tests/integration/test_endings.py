@@ -217,7 +217,7 @@ def test_traces_of_errors_outside_a_run_stay_few(
     assert any(last.endswith(f"The trace is in {name}.") for name in left), last
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_a_terminal_that_closes_ends_no_run(tmp_path: Path) -> None:
     options = " ".join((*FAKE, "runtime=local", "steps=4", "logging.wandb=disabled", "logging.progress=plain"))
     command = f"{sys.executable} -m asyncrlhf train {options} run_dir={tmp_path}/run | head -1; exit ${{PIPESTATUS[0]}}"

@@ -26,7 +26,7 @@ def test_the_page_shows_files_and_commands() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=["tools", "game", "process", "function"])
 @pytest.mark.more_but("tools", "game")
-@pytest.mark.thorough_but("tools", "game", "function")
+@pytest.mark.thorough_but("tools", "game")
 def test_a_command_of_the_page_trains(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents in a process of their own, for they need Ray, the others in this one."""
     furnish(tmp_path / "page", PAGE)

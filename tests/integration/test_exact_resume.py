@@ -71,7 +71,7 @@ def killed_and_resumed(folder: Path, whole: Finished, seed: int, *options: str) 
     return run(folder, *options)
 
 
-QUICK = ("sync", "async", "interrupt", "pull", "curriculum")  # fixed_lag: tests/integration/test_local_loop.py, too
+QUICK = ("sync", "async", "curriculum")  # fixed_lag: tests/integration/test_local_loop.py, too
 
 
 @pytest.mark.parametrize("mode", [m if m in QUICK else pytest.param(m, marks=pytest.mark.thorough) for m in MODES])
@@ -91,9 +91,10 @@ PART = "generator.cache={policy:heavy_hitters,share:0.5,window:4,every:2,compare
 @pytest.mark.parametrize(
     ("mode", "cache"),
     [
-        ("async", "generator.cache=full"), ("async", PART), pytest.param("drain", PART, marks=pytest.mark.thorough),
+        ("async", "generator.cache=full"),
+        *(pytest.param(mode, PART, marks=pytest.mark.thorough) for mode in ("async", "drain")),
     ],
-)  # fmt: skip
+)
 @pytest.mark.more
 def test_with_a_model_that_samples(tmp_path: Path, mode: str, cache: str) -> None:
     options = (*SAMPLED, *MODES[mode], cache, "checkpoint.resume=auto")

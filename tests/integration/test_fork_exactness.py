@@ -74,7 +74,7 @@ def assert_exact(done: Finished, model: Path, batch: int) -> pd.DataFrame:
     return rows
 
 
-@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.more), 4])
+@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.thorough), 4])
 def test_a_template_that_forgets(lag: int, tmp_path: Path) -> None:
     model = forgetful(tmp_path)
     done = run(

@@ -185,9 +185,15 @@ DEATHS = [(place, pieces) for place in range(5) for pieces in range(10)]
 TRIED = [(0, 0), (2, 5), (4, 7)]
 
 
+def tier(place: int, pieces: int) -> Any:
+    if (place, pieces) in TRIED:
+        return ()
+    return pytest.mark.more if pieces in (place, place + 5) else pytest.mark.thorough
+
+
 @pytest.mark.parametrize(
     ("place", "pieces"),
-    [pytest.param(*death, marks=[] if death in TRIED else [pytest.mark.more]) for death in DEATHS],
+    [pytest.param(*death, marks=tier(*death)) for death in DEATHS],
 )
 def test_a_forwarder_that_dies_is_named_alone_and_the_others_get_the_version(
     make_cluster: Any, place: int, pieces: int

@@ -97,7 +97,7 @@ SMALLER = {
 }
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_all_stages_in_a_row(
     modules: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

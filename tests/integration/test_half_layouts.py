@@ -33,7 +33,7 @@ def job(rank: int, ranks: int) -> dict[str, list[dict[str, float]]]:
     return found
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_two_ranks_make_the_steps_of_one() -> None:
     alone = curve(build(algorithm=KL, **HALF), batches(2))
     exact = curve(build(algorithm=KL, **(HALF | {"mixed_precision": "none"})), batches(2))

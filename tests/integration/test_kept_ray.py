@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_jobs_of_one_size_share_a_ray_and_nothing_is_left(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.integration.kept_ray_process", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=240)

@@ -39,7 +39,7 @@ def test_a_run_tells_what_its_smaller_cache_changes(tmp_path: Path, way: str) ->
     assert max(row["staleness_max"] for row in rows) > 0
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_the_report_shows_what_stayed(tmp_path: Path) -> None:
     """Its dark tokens are those that the record says stayed, and these are as many as the metrics say."""
     cache = "generator.cache={policy:chunk_sink,share:0.5,window:6,every:3,compare_every:1}"

@@ -175,6 +175,7 @@ def interrupt_after(folder: Path, step: int, *options: str) -> Finished:
 
 
 @pytest.mark.more
+@pytest.mark.thorough_but("extra1")
 @pytest.mark.parametrize("extra", [(), ("buffer.max_reuse=2", "async.max_staleness=3"), ("async.over_stale=wait",)])
 def test_an_interrupted_free_run_keeps_its_totals(tmp_path: Path, extra: tuple[str, ...]) -> None:
     options = (*FAKE, *TAIL, "generator.replicas=2", "steps=40", "checkpoint.resume=auto", *extra)

@@ -199,7 +199,7 @@ FOUR: dict[str, tuple[str, AlgorithmConfig, dict[str, Any], int]] = {
 QUICK_FOUR = {name: (*FOUR[name][:3], SHORT) for name in ("context x tensor", "pipeline x tensor")}
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_a_few_steps_of_four_ranks_in_two_dimensions_are_those_of_one(tmp_path: Path) -> None:
     check(run_ranks(job, 4, 4, QUICK_FOUR, tmp_path), QUICK_FOUR, tmp_path)
 

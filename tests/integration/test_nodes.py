@@ -14,7 +14,7 @@ from tests.processes import reports_of
 PROCESS = "tests.integration.nodes_process"
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_what_sits_on_a_drained_node_leaves_in_order(tmp_path: Path) -> None:
     """A replica without a death on its account; a learner with a checkpoint out of turn; the driver ends the run."""
     reports, _ = reports_of(PROCESS, tmp_path, "drains", seconds=280)

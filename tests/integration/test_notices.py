@@ -102,7 +102,7 @@ def test_no_attempt_follows_a_notice(tmp_path: Path) -> None:
         assert code == 130 and newest(command.run_dir) == command.steps(), said
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_a_warning_to_all_processes_of_a_job_ends_the_run_alone(tmp_path: Path) -> None:
     """SLURM sends it to every process of a job's step, Ray's among them, which it would end."""
     with started(tmp_path, *FAKE, *QUIET, "steps=100000") as command:
@@ -119,7 +119,7 @@ def test_a_warning_to_all_processes_of_a_job_ends_the_run_alone(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("runtime", "seed", "notices"),
     [
-        pytest.param(runtime, seed, notices, marks=[] if seed == 0 else [pytest.mark.thorough])
+        pytest.param(runtime, seed, notices, marks=[] if (runtime, seed) == ("local", 0) else [pytest.mark.thorough])
         for runtime, seed, notices in (
             *(("ray", seed, 1 + (seed > 0)) for seed in range(5)),
             ("local", 5, 3),

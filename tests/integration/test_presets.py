@@ -20,7 +20,7 @@ TEACHER = ("reference.path=tiny", "model.model_init_kwargs={num_hidden_layers: 2
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.more_but("asymre", "best_of_n", "grpo", "gspo", "online_dpo", "opmd", "ppo", "rloo", "topr", "vtrace")
-@pytest.mark.thorough_but(every=2)
+@pytest.mark.thorough_but(every=4)
 def test_preset_trains(tmp_path: Path, preset: str) -> None:
     more = TEACHER if preset == "distill" else ()
     done = run(tmp_path, *FAKE, f"algorithm={preset}", "steps=2", "async.mode=one_step", *more)

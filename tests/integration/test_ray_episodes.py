@@ -89,11 +89,11 @@ def strange_ids(kind: type[Rare], rollouts: Any) -> set[int]:
     return {i for i in rollouts if kind.is_strange(request_seed(0, i))}
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "options", "cause"),
     [
-        pytest.param(Exits, (), "Its episode worker died 3 times with it: episode-", marks=pytest.mark.thorough),
+        (Exits, (), "Its episode worker died 3 times with it: episode-"),
         (Blocks, ("stall_timeout_seconds=6",), "Its episode worker died 3 times with it: episode-"),
     ],
     ids=["exits", "blocks"],

@@ -35,7 +35,7 @@ def assert_versions_agree(done: Finished) -> None:
     "transport",
     [
         "collective",
-        pytest.param("shared_memory", marks=pytest.mark.more),
+        pytest.param("shared_memory", marks=pytest.mark.thorough),
         pytest.param("object_store", marks=pytest.mark.thorough),
     ],
 )

@@ -35,7 +35,7 @@ def in_rays_start(process: subprocess.Popen[str]) -> list[psutil.Process]:
     raise AssertionError(f"no gcs_server within {SECONDS} s")
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_a_signal_while_ray_starts_ends_the_run_in_order(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     words = ["train", f"run_dir={run_dir}", *FAKE, *QUIET, "logging.progress=plain"]

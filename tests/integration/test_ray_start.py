@@ -76,7 +76,7 @@ def test_actors_on_gpus_are_forks_and_see_their_own_device_only() -> None:
     assert sorted(done.stdout.splitlines()) == ["1 0 1", "1 1 1"], done.stderr[-1500:]
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_each_driver_of_one_ray_gets_workers_of_its_own_job() -> None:
     command = [sys.executable, "-c", KEEPER, DRIVER]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -118,6 +118,7 @@ def stand_ins(name: str, folder: Path, tiny: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", GPUS)
 @pytest.mark.more_but("tldr_pythia_410m", "no_robots_8b")
+@pytest.mark.thorough_but(every=2)
 def test_a_recipe_runs_with_stand_ins(name: str, tmp_path: Path, tiny_model_path: Path) -> None:
     config: RunConfig = load_config(stand_ins(name, tmp_path, tiny_model_path))
     summary = train(config)

@@ -57,7 +57,7 @@ async def gone(handle: RayGenerator) -> None:
         await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("delta", ["none", "sparse"])
+@pytest.mark.parametrize("delta", [pytest.param("none", marks=pytest.mark.thorough), "sparse"])
 def test_a_version_enters_each_machine_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delta: str) -> None:
     sent = machines(monkeypatch)
     done = run(tmp_path, *SMALL, "generator.replicas=4", "steps=6", f"weights.delta={delta}")
@@ -76,7 +76,7 @@ def test_replicas_pull_from_their_machine(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(abs(row["mismatch_kl"]) < 1e-6 and row["staleness_max"] <= 2 for row in done.metrics)
 
 
-@pytest.mark.parametrize("when", ["receive", "load"])
+@pytest.mark.parametrize("when", ["receive", pytest.param("load", marks=pytest.mark.thorough)])
 def test_a_holder_dies_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     """As it receives version 2; or once it holds it, before a neighbour has mapped its memory."""
     struck: list[str] = []

@@ -119,6 +119,7 @@ def test_an_interrupted_replay_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("extra", [(), ("buffer.max_reuse=2",), ("buffer.replay_fraction=1", "buffer.max_reuse=2")])
 @pytest.mark.parametrize("update", ["drain", "in_flight"])
 @pytest.mark.more_but("in_flight-extra2")
+@pytest.mark.thorough_but(every=3)
 def test_purge_empties_the_buffer_at_each_publish(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update: str, extra: tuple[str, ...]
 ) -> None:

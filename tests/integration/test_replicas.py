@@ -88,7 +88,7 @@ def test_a_slow_replica_that_can_finish_in_time_has_its_share(tmp_path: Path) ->
     assert done.trained.staleness.max() <= 2
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_a_replica_that_recovers_gets_work_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def heal(runtime: LocalRuntime) -> None:
         def strike() -> None:

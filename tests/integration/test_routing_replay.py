@@ -85,7 +85,7 @@ def check(found: list[Any], cases: dict[str, Any]) -> None:
             assert_close(found[0][name][1][key], tensor, atol=1e-4, what=f"{name} {key}")
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_two_ranks_follow_the_experts_as_one_does() -> None:
     check(run_ranks(job, 2, 2, CASES), CASES)
 

@@ -164,7 +164,7 @@ def patching_all(rank: int, ranks: int) -> dict[str, list[tuple[bool, float]]]:
     return {name: patching(rank, ranks, name) for name in CASES if name != "tensor"}
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_ranks_with_shards_send_what_changed() -> None:
     for name, versions in run_ranks(patching_all, 2, 2)[0].items():
         arrived, shares = zip(*versions, strict=True)

@@ -106,7 +106,7 @@ def test_the_share_of_dropped_rollouts_is_counted(tmp_path: Path) -> None:
     assert dropped > 0 and found["dropped_share"] == pytest.approx(dropped / trained, rel=0.3)
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_long_responses_that_were_dropped_in_flight_are_not_forgotten(tmp_path: Path) -> None:
     """Of a hundred responses two take too long for the bound: no finished rollout shows it, only the dropped ones."""
     given = ("async.max_staleness=2", "num_generations=4", "batch_size=16", "generator.slots=16")

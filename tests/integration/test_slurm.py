@@ -33,7 +33,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_a_warned_job_goes_back_into_the_queue_and_goes_on_there(site: Path) -> None:
     words = (*FAKE, *QUIET, "steps=12", "cluster=auto", "generator.threads=1")
     run_dir = site / f"runs/slurm-{JOB}"

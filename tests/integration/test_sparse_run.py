@@ -50,9 +50,9 @@ def test_replicas_on_ray_hold_what_was_sent(tmp_path: Path, transport: str) -> N
     assert sum(size < 0.1 * max(sent) for size in sent) >= 6
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 @pytest.mark.usefixtures("ray_local")
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("workers", [1, 2])
 def test_vllm_loads_what_was_patched(tmp_path: Path, workers: int) -> None:
     done = run(
         tmp_path, "experiment=vllm_cpu", *SMALL, "weights.delta=sparse", "weights.dtype=bfloat16", "steps=5",

@@ -119,7 +119,7 @@ def test_two_jobs_end_in_a_report_whose_sentence_is_that_of_the_raw_records(here
     assert "Quality against staleness" in page and sentences(results)[0].split(":")[0] in page
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_jobs_that_fail_die_or_are_interrupted_stop_no_other_and_alone_are_run_again(here: Path) -> None:
     choices = ("reward.target=mine:length,mine:fails,mine:killed,mine:interrupted", "seeds=1", "sweep.jobs=1")
     first = sweep(here, *choices)

@@ -48,7 +48,7 @@ def trained(run: Any) -> Any:
     return rollouts[rollouts.state == "trained"]
 
 
-@pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=pytest.mark.more)])
+@pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=pytest.mark.thorough)])
 def test_tools(tmp_path: Path, runtime: str, request: pytest.FixtureRequest) -> None:
     if runtime == "ray":
         request.getfixturevalue("ray_local")
@@ -77,7 +77,7 @@ def test_tools(tmp_path: Path, runtime: str, request: pytest.FixtureRequest) -> 
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("runtime", [pytest.param("local", marks=pytest.mark.thorough), "ray"])
+@pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=pytest.mark.thorough)])
 def test_an_environment(tmp_path: Path, runtime: str, request: pytest.FixtureRequest) -> None:
     if runtime == "ray":
         request.getfixturevalue("ray_local")
@@ -99,7 +99,7 @@ def test_an_environment(tmp_path: Path, runtime: str, request: pytest.FixtureReq
     ended(run, runtime)
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_a_dictionary_of_environments(tmp_path: Path) -> None:
     """The row chooses; one without a reward of its own leaves it to the others, and here no part has one for it."""
     model = calling_model(tmp_path / "model", STEPS)

@@ -87,7 +87,7 @@ def test_nobody_samples_on_the_learners_device_while_it_trains(
     assert done.trained.staleness.max() <= bound
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_each_side_leaves_the_device_for_the_other_and_trains_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

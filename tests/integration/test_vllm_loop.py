@@ -26,16 +26,16 @@ SMALL = ("generator.slots=16", "batch_size=16", "num_generations=4", "generator.
 @pytest.mark.usefixtures("ray_local")
 def test_vllm_generators_take_weights_by_gloo_while_sequences_go_on(tmp_path: Path) -> None:
     done = run(
-        tmp_path, "experiment=vllm_cpu", *SMALL, "steps=20", "generator.ignore_eos=true",
+        tmp_path, "experiment=vllm_cpu", *SMALL, "steps=8", "generator.ignore_eos=true",
         "generator.max_completion_length=40", "weights.audit_every=1", "learner.learning_rate=1e-4",
     )  # fmt: skip
     done.assert_ledger_whole()
     trained = done.trained
-    assert len(trained) == 20 * 16
+    assert len(trained) == 8 * 16
     assert trained.staleness.max() <= 2
     assert all((np.diff(versions) >= 0).all() for versions in trained.policy_versions)
     assert any(len(set(versions)) > 1 for versions in trained.policy_versions)
-    # Every one of the 20 publishes was audited, with a tolerance of 1e-4 in the experiment.
+    # Every publish was audited, with a tolerance of 1e-4 in the experiment.
     assert all(abs(row["mismatch_kl"]) < 1e-8 for row in done.metrics)
 
 

@@ -63,7 +63,7 @@ def call(workers: ForkedWorkers, folder: Path, script: str = WORKER, **context: 
     return {**json.loads(out), "started": process.pid}
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_a_worker_whose_command_ray_has_ended_ends_without_a_word(
     workers: ForkedWorkers, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

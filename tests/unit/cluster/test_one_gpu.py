@@ -40,6 +40,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 @pytest.mark.parametrize("precision", ["none", "bfloat16"])
 @pytest.mark.parametrize("shape", ["2m", "20m"])
 @pytest.mark.more_but("2m")
+@pytest.mark.thorough_but("none")
 def test_the_learner_holds_no_more_than_it_is_said_to_need(shape: str, precision: str, tmp_path: Path) -> None:
     model, tokens = build(shape), 512
     model.save_pretrained(tmp_path)

@@ -251,7 +251,7 @@ def test_the_hf_engine_is_measured_awake_and_asleep(monkeypatch: pytest.MonkeyPa
         gpu_parts.sleep("0.7m", "cpu", 8, 16)
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_a_broadcast_is_measured_and_what_fails_stops_no_other() -> None:
     found = named(
         Check("broken", "", 1, words=("step", "no such shape", "cpu", "64", "8")),

@@ -92,6 +92,7 @@ def test_rows_that_fill_a_graph_up_keep_their_prompts(stand_in: StandIn) -> None
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.more_but("0")
+@pytest.mark.thorough_but("1")
 def test_rows_with_graphs_are_those_without(name: str, seed: int, stand_in: StandIn) -> None:
     """Amid joins, moves, shared prompts, loads and sleeps; also of layers with a window, whose rows are rings."""
     ours, theirs = (Schedule(make_engine(name, None), name, seed) for _ in range(2))

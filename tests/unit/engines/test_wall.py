@@ -50,6 +50,7 @@ OWN = ["mamba", "mamba2", "falcon_h1", "lfm2", "granitemoehybrid", "bamba", "qwe
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [*OWN, *UNCACHED])
 @pytest.mark.more_but(every=4)
+@pytest.mark.thorough_but(every=2)
 def test_a_family_that_cannot_be_packed_gets_its_own_cache_or_none(name: str, dtype: torch.dtype) -> None:
     assert name in FAMILIES
     assert chosen(family(name, dtype=dtype)) == ("no cache" if name in UNCACHED else "own cache")

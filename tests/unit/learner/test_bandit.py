@@ -79,6 +79,7 @@ def fisher_trace(seed: int) -> float:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.thorough
 @pytest.mark.parametrize("lag", LAGS)
 def test_normalised_advantages_come_under_the_floor_of_their_step_size(lag: int) -> None:
     """Advantages over their standard deviation do not shrink with the KL, so that steps of one size go on at the goal.

@@ -16,7 +16,7 @@ from tests.unit.learner.worlds import backend, llama, random_batch
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("precision", [pytest.param("none", marks=pytest.mark.thorough), "bfloat16"])
+@pytest.mark.parametrize("precision", ["none", pytest.param("bfloat16", marks=pytest.mark.thorough)])
 def test_compiled_steps_are_those_of_the_plain_learner(precision: str) -> None:
     """Three updates, of which what is compiled sees the weights; of different sizes, for which nothing is compiled
     again."""
@@ -38,7 +38,7 @@ def test_compiled_steps_are_those_of_the_plain_learner(precision: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 6  # a layer with and without gradient, the logits'
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_a_compiled_layer_saves_no_product_of_its_gates_and_no_norm() -> None:
     """Between the passes, of numbers per token: the gate and its factor (each as wide as the MLP), and of the hidden
     width one in front of each norm, queries and the attention's output."""

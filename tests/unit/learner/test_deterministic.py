@@ -61,7 +61,7 @@ REFUSED = {
 }
 NAMES = {name for names in REFUSED.values() for name in names.split()}
 # Presets that between them have every part of a step: a critic, a slow copy, pairs, a regression, gates.
-APART = ("m2po", "ppo", "vcpo", "impact", "oapl", "copg", "online_dpo", "opsm", "sao", "tba")
+APART = ("m2po", "ppo", "vcpo", "impact", "oapl", "online_dpo", "opsm")
 
 
 def is_refused(name: str, overload: str, arguments: Sequence[Any], words: dict[str, Any]) -> bool:

@@ -166,6 +166,7 @@ def test_a_branch_that_goes_on_is_passed_once() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.more_but(every=9)
+@pytest.mark.thorough_but(every=3)
 def test_the_gradient_is_that_of_the_branches_as_texts(name: str, by_texts: list[TrainSample]) -> None:
     algorithm = one_update(name)
     batch = on_policy(pack(by_texts))

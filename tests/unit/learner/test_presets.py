@@ -60,6 +60,7 @@ def step(algorithm: AlgorithmConfig, batch: TrainBatch, budget: int = 10_000, re
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.more_but(every=6)
+@pytest.mark.thorough_but(every=2)
 def test_microbatches_do_not_change_gradient_or_metrics(name: str) -> None:
     """Nor, with a microbatch for each sequence, where the siblings of a group lie."""
     batch = stale_batch(flat_groups=1)

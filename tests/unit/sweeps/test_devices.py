@@ -149,7 +149,7 @@ def test_local_jobs_on_gpus_do_not_run_beside_those_that_ray_places(
     assert len(seen) == 4 and all(len({len(own) for own in under_way.values()}) == 1 for under_way in seen)
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_the_worker_sees_its_devices_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VISIBLE, "9")
     monkeypatch.syspath_prepend(tmp_path)

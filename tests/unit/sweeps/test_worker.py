@@ -48,7 +48,7 @@ def test_a_worker_ends_with_its_driver_however_that_ends(tmp_path: Path, number:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("over", [0, 1])
+@pytest.mark.parametrize("over", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_workers_start_also_where_the_folder_for_temporary_files_has_a_long_path(tmp_path: Path, over: int) -> None:
     """With the longest path that the socket of their server bears, and without the server beyond it."""
     (tmp_path / "driver.py").write_text(DRIVER.format(forks=True))
