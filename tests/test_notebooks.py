@@ -67,6 +67,7 @@ def executed(path: Path, kernel: KernelManager, folder: Path) -> Any:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
 @pytest.mark.more_but("first_run.ipynb")
+@pytest.mark.thorough_but("01_rollout_to_gradient.ipynb")
 def test_notebook_runs(path: Path, kernel: KernelManager, tmp_path: Path) -> None:
     executed(path, kernel, tmp_path)
     assert list(tmp_path.iterdir()) == [], "a notebook leaves nothing in the folder that it is opened in"

@@ -186,7 +186,7 @@ def test_a_generator_that_hangs_is_named_and_replaced(
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("method", ["receive", "load"])
+@pytest.mark.parametrize("method", ["receive", pytest.param("load", marks=pytest.mark.thorough)])
 def test_a_transport_without_a_control_line_does_not_hang_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], method: str
 ) -> None:

@@ -110,7 +110,7 @@ def two() -> list[dict[str, tuple[Log, list[bool]]]]:
     return run_ranks(job, 2, 2, TWO)
 
 
-@pytest.mark.thorough
+@pytest.mark.more
 @pytest.mark.parametrize("name", TWO)
 def test_two_ranks_call_alike(two: list[dict[str, tuple[Log, list[bool]]]], name: str) -> None:
     logs = check(two, name)
@@ -173,6 +173,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_fault_is_found(two: list[dict[str, tuple[Log, list[bool]]]], fault: str) -> None:
     name, rank, change, words = PLANTED[fault]
@@ -190,6 +191,7 @@ def test_an_exchange_of_other_sizes_is_found() -> None:
     assert "get" in faults(changed(logs, 1, lambda calls: [replace(calls[0], sizes=((1, 4), gives[1]))]))[0]
 
 
+@pytest.mark.more
 def test_one_group_for_all_directions_is_found(two: list[dict[str, tuple[Log, list[bool]]]]) -> None:
     logs = [of_rank["stages"][0] for of_rank in two]
     for rank in range(2):

@@ -160,7 +160,7 @@ def moved(rank: int, folder: Path) -> list[Any]:
     return found
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_a_checkpoint_of_shards_goes_on_in_another_sharded_layout(tmp_path: Path) -> None:
     tensors = len(dict(model("llama").named_parameters()))
     for rank in run_ranks(moved, 2, tmp_path):

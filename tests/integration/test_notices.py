@@ -93,7 +93,7 @@ def test_a_file_that_waited_for_the_run_ends_it_before_a_step(tmp_path: Path) ->
     assert not (tmp_path / "stop").exists() and newest(tmp_path) == -1
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_no_attempt_follows_a_notice(tmp_path: Path) -> None:
     with started(tmp_path, *LOCAL, "steps=100000", "restarts=3") as command:
         command.until(6)

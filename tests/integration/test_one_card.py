@@ -168,7 +168,7 @@ def test_a_reader_killed_in_the_middle_delays_nobody_and_comes_back(tmp_path: Pa
     assert one_card.whole["generator-1"] >= 6, "it rejoined, and read on"
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_a_reader_that_is_too_slow_is_given_up_and_what_it_reads_later_harms_nobody(
     tmp_path: Path, one_card: OneCard
 ) -> None:
@@ -188,7 +188,7 @@ def test_a_reader_that_is_too_slow_is_given_up_and_what_it_reads_later_harms_nob
     assert len(deaths(done)) == 1 and one_card.whole["generator-2"] >= 6
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_after_the_learners_death_nobody_reads_the_memory_that_it_left(
     tmp_path: Path, one_card: OneCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -177,7 +177,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_attempts_without_a_step_end(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text(FAILS)
     with started(tmp_path, *LOCAL, "steps=40", "restarts=9", "algorithm.loss.target=fails:loss") as command:
@@ -232,7 +232,7 @@ def test_without_rays_processes_a_run_ends_in_seconds(lost: str, tmp_path: Path)
         wait_for(lambda: not any(lives(process.pid) for process in below), "end of Ray's processes")
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_all_ends_with_the_process_above(tmp_path: Path) -> None:
     """Ray's agents too, which by themselves would look for a control store, gone as well, for a minute."""
     with started(tmp_path, *FAKE, *QUIET, "steps=100000") as command:

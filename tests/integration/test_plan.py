@@ -152,7 +152,10 @@ def test_a_plan_relays_weights_to_replicas_with_workers(own: str, tensor: int, t
         {"learner.tensor_parallel_size": 2, "learner.sharding": "fsdp2"},
         pytest.param({"learner.context_parallel_size": 2}, marks=pytest.mark.thorough),
         pytest.param({"learner.pipeline_parallel_size": 2, "learner.sharding": "none"}, marks=pytest.mark.thorough),
-        {"learner.backend": "deepspeed", "learner.zero_stage": 2, "learner.sequence_parallel_size": 2},
+        pytest.param(
+            {"learner.backend": "deepspeed", "learner.zero_stage": 2, "learner.sequence_parallel_size": 2},
+            marks=pytest.mark.thorough,
+        ),
     ],
 )  # fmt: skip
 def test_a_learner_may_have_more_ranks_than_a_batch_has_groups(

@@ -130,7 +130,7 @@ def test_who_ends_its_worker_again_and_again_fails_alone(
     assert not controllers[0].state.episodes.deaths.keys() & set(done.trained.rollout_id)
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 @pytest.mark.usefixtures("ray_local")
 def test_threads_that_never_end_cost_their_episodes_and_at_last_the_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

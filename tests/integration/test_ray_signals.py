@@ -90,7 +90,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 """
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_ray_leaves_a_process_its_handlers(tmp_path: Path) -> None:
     command = [sys.executable, "-c", AFTERWARDS]
     done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=2 * SECONDS)

@@ -259,7 +259,7 @@ def drained(receiver: HeldBack, ticket: Ticket) -> Any:
     return {}
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_rank_0_needs_one_bucket_beside_its_own_parts() -> None:
     most = run_ranks(measure, 2, 2)[0]
     # A bucket of 8 MB and rank 1's half of it; the receiver in the same process has at most two buckets, and the

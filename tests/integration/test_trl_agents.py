@@ -120,7 +120,7 @@ def test_a_dictionary_of_environments(tmp_path: Path) -> None:
     assert set(seen.reward[seen.prompt.str.contains("Count")]) > {0.25, 0.5}
 
 
-@pytest.mark.more
+@pytest.mark.thorough
 def test_an_environment_that_asks_itself(tmp_path: Path) -> None:
     """Without a dataset; the rollouts of a group are asked the same."""
     model = calling_model(tmp_path / "model", STEPS)

@@ -55,6 +55,7 @@ class Policy:
 
 
 @pytest.mark.more
+@pytest.mark.thorough_but("untied")
 def test_each_load_in_flight_leaves_the_adapted_model_and_the_base_as_it_was(tiny: TinyVllm) -> None:
     """Twelve adapters one after the other, with sequences under way: the newest one alone is applied."""
     engine, policy = tiny.engine(6), Policy(tiny)

@@ -52,6 +52,7 @@ def reference(tiny: TinyVllm, weights: Weights, text: IntArray) -> torch.Tensor:
 
 
 @pytest.mark.more
+@pytest.mark.thorough_but("tied")
 def test_twenty_updates_in_flight_leave_the_same_model(tiny: TinyVllm) -> None:
     engine = tiny.engine(8)
     engine.submit(requests(8, 110))

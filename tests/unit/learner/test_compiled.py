@@ -15,8 +15,8 @@ from tests.numeric import assert_close
 from tests.unit.learner.worlds import backend, llama, random_batch
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("precision", ["none", pytest.param("bfloat16", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("precision", ["none", "bfloat16"])
 def test_compiled_steps_are_those_of_the_plain_learner(precision: str) -> None:
     """Three updates, of which what is compiled sees the weights; of different sizes, for which nothing is compiled
     again."""
