@@ -4,6 +4,7 @@
 #   TORCH_INDEX=<url>        an index with the CPU build of torch, such as PyTorch's own
 #   ARGS="..."               passed to `asyncrlhf train`, pytest or `asyncrlhf bench`
 #   RUNTIME=ray|local SEEDS=0-199 SIMULATED=0-1999   of chaos: real runs, and simulated schedules of faults before them
+#   TURN=all|0..7            which of the costly files test-all runs; default: one in eight, by the commit
 #   SETTINGS="default avx2"  the settings of test-numeric to run; default: all of tests/numeric_settings.py
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -21,6 +22,7 @@ SETTINGS ?=
 RUNTIME ?= ray
 SEEDS ?= 0-199
 SIMULATED ?= 0-1999
+TURN ?= $(shell echo $$(( 0x$$(git rev-parse --short=8 HEAD 2>/dev/null || echo 0) % 8 )))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(DEVICE)
 # --no-compile: byte code is written when a module is first used, not for the tens of thousands that never are.
@@ -40,7 +42,7 @@ CARD := $(if $(filter gpu,$(DEVICE)),$(if $(strip $(foreach word,cluster runtime
 .PHONY: help install train rlhf test test-all test-more test-thorough test-oldest test-numeric chaos lint format bench docs docs-full docs-site reference clean
 
 help:
-	@sed -n '1,7p' Makefile | sed 's/^# //'
+	@sed -n '1,8p' Makefile | sed 's/^# //'
 
 install: $(STAMP)
 
@@ -68,9 +70,11 @@ rlhf: install
 test: install
 	$(BIN)/python -m pytest $(PARALLEL) -m "not more and not thorough" $(ARGS)
 
-# What CI runs: both, in one session, for each begins with half a minute of imports and makes its own fixtures.
+# What CI runs: both, in one session, for each begins with half a minute of imports and makes its own fixtures. Of the
+# costly files (the marker in_turn) one in eight, by the commit.
 test-all: install
-	$(BIN)/python -m pytest $(PARALLEL) -m "not thorough" $(ARGS)
+	@echo "Of the costly files those of turn $(TURN); TURN=all runs all."
+	TEST_TURN=$(TURN) $(BIN)/python -m pytest $(PARALLEL) -m "not thorough" $(ARGS)
 
 # The rest of each: further models, settings, seeds and moments. With ARGS there may be none of them (pytest's code 5).
 test-more: install

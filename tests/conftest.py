@@ -30,10 +30,8 @@ if os.environ.get("ATEN_CPU_CAPABILITY") == "default":
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import gc
-import re
 import signal
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -53,7 +51,7 @@ hypothesis.settings.register_profile("asyncrlhf", deadline=None)
 hypothesis.settings.load_profile("asyncrlhf")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
-pytest_plugins = ["tests.leftovers", "tests.numeric"]  # --margins
+pytest_plugins = ["tests.leftovers", "tests.numeric", "tests.selection"]  # --margins is of numeric
 
 ROOT = Path(__file__).resolve().parents[1]
 OBJECT_STORE_BYTES = 256 * 2**20
@@ -79,40 +77,6 @@ def shared_with(file: str) -> str:
         return "references"
     text = (ROOT / file).read_text()
     return "ray" if "ray_local" in text else "vllm" if "vllm_tiny" in text else file
-
-
-QUICK, REST = "not more and not thorough", "more and not thorough"  # what `make test` and `make test-more` choose
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files of which no test will run are not imported: that takes some of them seconds of a processor."""
-    chosen = config.getoption("markexpr")
-    if chosen not in (QUICK, REST) or not collection_path.name.startswith("test_"):
-        return None
-    text = collection_path.read_text()
-    wholly, partly = re.search(r"^pytestmark = .*\bmark\.more\b", text, re.MULTILINE), "mark.more" in text
-    return True if (wholly if chosen == QUICK else not partly) else None
-
-
-@pytest.hookimpl(tryfirst=True)  # before those that `-m` does not choose are left out
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """``more_but("a", "b")``: the test's cases with one of these words in their ids, or with one of these ids, stay in
-    `make test`, the others are `more`. ``more_but(every=4)``: every fourth stays. ``thorough_but`` likewise, of the
-    cases that are `more`."""
-    for name in ("more", "thorough"):
-        cases: Counter[tuple[str, str]] = Counter()
-        for item in items:
-            mark = item.get_closest_marker(f"{name}_but")
-            if mark is None or not isinstance(item, pytest.Function):
-                continue
-            if name == "thorough" and item.get_closest_marker("more") is None:
-                continue
-            case = cases[test := (item.nodeid.partition("[")[0], item.originalname)]
-            cases[test] += 1
-            words = item.callspec.id.split("-") if hasattr(item, "callspec") else []
-            stays = case % mark.kwargs["every"] == 0 if mark.kwargs else {*words, "-".join(words)} & set(mark.args)
-            if not stays:
-                item.add_marker(name)
 
 
 def pytest_configure(config: pytest.Config) -> None:

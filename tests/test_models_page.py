@@ -36,6 +36,7 @@ def test_the_page_has_exactly_the_families_of_this_transformers() -> None:
     assert f"transformers {transformers.__version__} runs" in PAGE.read_text(), "make reference"
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("family", SAMPLE)
 @pytest.mark.more_but(every=5)
 @pytest.mark.thorough_but(every=2)

@@ -65,6 +65,7 @@ def executed(path: Path, kernel: KernelManager, folder: Path) -> Any:
     return notebook
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
 @pytest.mark.more_but("first_run.ipynb")
 @pytest.mark.thorough_but("01_rollout_to_gradient.ipynb")

@@ -94,6 +94,7 @@ def test_killed_parts_lose_nothing(
     assert "generator-0 is back" in said and "generator-1 is back" in said
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 @pytest.mark.usefixtures("ray_local")
 def test_a_killed_rank_brings_the_run_back_to_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +186,7 @@ def test_a_generator_that_hangs_is_named_and_replaced(
     wait_until(lambda: not is_alive(struck[0]), "the end of the hanging process")
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 @pytest.mark.parametrize("method", ["receive", pytest.param("load", marks=pytest.mark.thorough)])
 def test_a_transport_without_a_control_line_does_not_hang_either(

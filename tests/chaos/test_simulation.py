@@ -51,6 +51,7 @@ def sentences(results: list[Result]) -> str:
     return "\n".join(f"seed {r.seed}: {r.broken} after {[str(f) for f in r.faults]}" for r in results if r.broken)
 
 
+@pytest.mark.in_turn
 @pytest.mark.more_but("few")
 @pytest.mark.thorough_but("few", "more")
 @pytest.mark.parametrize("seeds", SEEDS)
@@ -74,6 +75,7 @@ def pulls_alike(seed: int) -> bool:
 PULL_SEEDS = divided(120, 38, 51, *range(3, 120, 32))
 
 
+@pytest.mark.in_turn
 @pytest.mark.more_but("few")
 @pytest.mark.thorough_but("few", "more")
 @pytest.mark.parametrize("seeds", PULL_SEEDS)
@@ -82,6 +84,7 @@ def test_no_schedule_of_faults_breaks_a_promise_of_replicas_that_pull(seeds: str
     assert not any(r.broken for r in results), sentences(results)
 
 
+@pytest.mark.in_turn
 @pytest.mark.more_but("few")
 @pytest.mark.thorough_but("few", "more")
 @pytest.mark.parametrize("seeds", EPISODE_SEEDS)

@@ -125,6 +125,7 @@ def test_score_is_the_log_prob_at_temperature_one(make: Make) -> None:
         assert_close(found, expected.numpy(), atol=FLOAT32)
 
 
+@pytest.mark.in_turn
 @pytest.mark.more_but("torch", "zero3")
 def test_a_critic_elsewhere_gives_the_values_of_the_learners_own(make: Make) -> None:
     """From its tensors alone, after it has learned; who shards it cannot hand it out and is refused by the config."""
@@ -144,6 +145,7 @@ def test_a_critic_elsewhere_gives_the_values_of_the_learners_own(make: Make) -> 
     assert_close(found, own[where], atol=1e-5)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.more_but(every=5)
 @pytest.mark.thorough_but(every=4)
@@ -172,6 +174,7 @@ def test_steps_move_the_weights_and_resume_goes_on_bit_for_bit(make: Make, tmp_p
     assert all(torch.equal(expected[key], tensor) for key, tensor in resumed.parameters().items())
 
 
+@pytest.mark.in_turn
 @pytest.mark.more_but("torch")
 def test_a_checkpoint_that_does_not_fit_is_refused(make: Make, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is missing"):

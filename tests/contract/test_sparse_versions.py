@@ -55,6 +55,7 @@ def changed(params: Params, rng: np.random.Generator, share: float) -> Params:
     return found
 
 
+@pytest.mark.in_turn
 @pytest.mark.more_but(every=2)
 def test_two_hundred_versions_are_bit_for_bit_what_was_taken(make: Make) -> None:
     """With versions that no receiver takes, new receivers, versions that return, and nothing or all changed."""

@@ -56,6 +56,8 @@ def test_an_adapter_reaches_generators_of_other_processes(tmp_path: Path) -> Non
     assert max(max(versions) for versions in done.trained.policy_versions) >= 1
 
 
+@pytest.mark.more
+@pytest.mark.in_turn
 def test_a_run_of_an_adapter_resumes_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     settings = (*LORA, "batch_size=16", "async.mode=sync", "checkpoint.every=2")
     whole = run(tmp_path / "whole", *settings, "steps=4")

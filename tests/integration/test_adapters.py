@@ -30,6 +30,7 @@ WORDS = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.thorough_but("openenv")
 @pytest.mark.parametrize("kind", WORDS)
 def test_it_trains(kind: str, tmp_path: Path, ray_local: Any) -> None:

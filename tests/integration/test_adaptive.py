@@ -46,6 +46,7 @@ def low_from_10_to_16(version: int) -> float:
     return 0.1 if 10 <= version < 16 else 0.9
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("policy", ["drop", "mask", "wait", "downweight"])
 @pytest.mark.more_but(every=4)
 def test_the_bound_shrinks_under_a_low_ess_and_grows_back(
@@ -87,6 +88,7 @@ def test_a_good_ess_leaves_the_bound_alone(tmp_path: Path, monkeypatch: pytest.M
     assert {row["staleness_bound"] for row in done.metrics} == {3}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "extra",
     [

@@ -78,6 +78,7 @@ def test_an_agent_in_a_thread_trains_twenty_steps(tmp_path: Path) -> None:
     assert_played(done, 20, 16)
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_agents_that_fail_hang_or_leave_their_call_end_alone(tmp_path: Path) -> None:
     """An episode may end while a turn of it is being sampled."""

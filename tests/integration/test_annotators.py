@@ -167,6 +167,7 @@ def deaths(run: Path, kind: str) -> list[str]:
     return [e["reason"] for e in events if e["event"] == "died" and e["replica"].startswith(f"{kind}-")]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.more_but(every=3)
 def test_a_rollout_that_fails_or_kills_its_worker_is_one_failure_and_its_neighbours_are_none(
@@ -206,6 +207,7 @@ def test_when_all_fail_the_run_ends_with_the_cause(tmp_path: Path, monkeypatch: 
         loop.run(tmp_path, *SERVED, "steps=6")
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.more_but(every=3)
 def test_a_lost_worker_leaves_its_work_to_the_others_and_the_last_one_ends_the_run(

@@ -44,6 +44,7 @@ def checkpoint(folder: Path, name: str, **sizes: Any) -> Path:
     return folder
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.more_but("gemma3_text", "mamba")
 @pytest.mark.thorough_but("gemma3_text", "mamba", "bloom")

@@ -179,6 +179,8 @@ def test_runs_are_loaded_as_frames_with_what_differs(tmp_path: Path) -> None:
     assert runs[1].path == tmp_path / "seed-1"
 
 
+@pytest.mark.more
+@pytest.mark.in_turn
 def test_evaluate_a_run_with_its_own_settings(tmp_path: Path) -> None:
     own = {"generator.engine": "hf", "generator.max_completion_length": 4}
     run = asyncrlhf.train(**small(tmp_path / "run", steps=1, overrides=own))

@@ -279,6 +279,7 @@ def test_evaluate_a_run_with_nonsense(
     assert [word for word in words if word not in said] == [], said
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_a_sweep_has_a_folder_a_job_and_the_worst_exit_code(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One job's reward function fails its probe; the others run to their end."""

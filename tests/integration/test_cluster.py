@@ -25,6 +25,7 @@ def groups_of(report: dict[str, Any], kind: str) -> set[str]:
     return {place["group"] for name, place in report["where"].items() if name.startswith(kind)}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("placement", ["separate", "interleave", "flatten"])
 def test_every_actor_sits_where_its_seat_is(runs: dict[str, dict[str, Any]], placement: str) -> None:
     report = runs[placement]

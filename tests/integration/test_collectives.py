@@ -110,6 +110,7 @@ def two() -> list[dict[str, tuple[Log, list[bool]]]]:
     return run_ranks(job, 2, 2, TWO)
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 @pytest.mark.parametrize("name", TWO)
 def test_two_ranks_call_alike(two: list[dict[str, tuple[Log, list[bool]]]], name: str) -> None:

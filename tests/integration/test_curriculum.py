@@ -39,6 +39,8 @@ def test_groups_that_the_filter_drops_are_heard_of(tmp_path: Path) -> None:
     assert groups > 2 * 12 * 4 and again > 0.25
 
 
+@pytest.mark.more
+@pytest.mark.in_turn
 def test_a_task_that_cannot_be_solved_ends(tmp_path: Path) -> None:
     """Ten times as many answers as without the filter, and no end without a bound. Now and then a fake one is right."""
     known = ("generator.fake.correct_probability=0", "buffer.filter_zero_spread=true")

@@ -315,6 +315,7 @@ REFUSED = (
 )
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", DAMAGES)
 @pytest.mark.more_but(every=5)
 def test_damage_leads_back_to_the_checkpoint_before_and_says_so(copied: Path, kind: str) -> None:

@@ -69,6 +69,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(one_rank, 2, tmp_path_factory.mktemp("ddp"))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.more_but(every=3)
 def test_two_ranks_equal_one(two_ranks: list[dict[str, Any]], name: str) -> None:

@@ -83,6 +83,7 @@ def alone() -> list[dict[str, float]]:
     return curve(build(), batches())
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_ranks_make_the_curve_of_one_plain_rank(
@@ -104,6 +105,7 @@ def test_two_ranks_make_the_curve_of_one_plain_rank(
         assert np.array_equal(first, second) and np.isfinite(first).all()
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 @pytest.mark.parametrize("name", SHORT)
 def test_other_algorithms_and_places_too(two_ranks: list[dict[Any, Any]], name: str) -> None:
@@ -112,6 +114,7 @@ def test_other_algorithms_and_places_too(two_ranks: list[dict[Any, Any]], name: 
         assert_curve(rank[name], expected, rtol=2e-3, atol=2e-4)
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_shards_of_other_ranks_or_another_layout_are_refused(two_ranks: list[dict[Any, Any]], folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"those of learner\.ranks=2; they cannot be read with learner\.ranks=1"):
@@ -120,6 +123,7 @@ def test_shards_of_other_ranks_or_another_layout_are_refused(two_ranks: list[dic
         build().load(folder / "2")
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("stage", [s if s in (0, 3) else pytest.param(s, marks=pytest.mark.thorough) for s in STAGES])
 @pytest.mark.more_but("0")
 def test_bfloat16_keeps_float32_masters_and_comes_close(stage: int) -> None:

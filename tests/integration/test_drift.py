@@ -46,6 +46,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return done
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("given", "decision"), DRIFTS)
 @pytest.mark.more_but(every=8)
 def test_a_drift_is_refused_or_the_run_goes_on_to_its_end(
@@ -75,6 +76,7 @@ def test_a_drift_is_refused_or_the_run_goes_on_to_its_end(
         assert {row["learning_rate"] for row in done.metrics[5:]} == {1e-3}
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_a_run_killed_before_its_first_checkpoint_starts_anew_by_the_same_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -108,6 +108,7 @@ def test_a_resume_that_a_signal_ends_in_its_start_keeps_every_promise(
     assert verify(tmp_path) == []
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("call", "step"), [(1, 0), (2, 2), (3, 4)], ids=["the first", "one under way", "the last"])
 @pytest.mark.more_but("one under way")
 def test_a_signal_in_an_evaluation_gives_it_up_and_saves(
@@ -163,6 +164,7 @@ CLOSES = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("what", "error"),
     [

@@ -66,6 +66,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory, engine: str, sampled: dict[tu
     return pd.read_parquet(folder / "rollout_tokens"), {0: Path(resolve(ModelConfig().path)), **models}
 
 
+@pytest.mark.in_turn
 def test_each_sampled_id_is_the_engines(rows: Any, sampled: dict[tuple[int, int], list[int]]) -> None:
     found, _ = rows
     assert len(found) > 1000
@@ -75,6 +76,7 @@ def test_each_sampled_id_is_the_engines(rows: Any, sampled: dict[tuple[int, int]
         assert own == [token for turn in turns for token in turn]
 
 
+@pytest.mark.in_turn
 def test_each_log_prob_is_that_of_the_row_at_its_version(rows: Any) -> None:
     found, models = rows
     checked = mixed = 0

@@ -35,6 +35,7 @@ def assert_whole(done: Finished, turns: int = 3) -> None:
         assert row.consumed_at_version[0] - versions[sampled].min() == row.staleness
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "mode",
     [
@@ -60,6 +61,7 @@ def test_one_turn_is_an_answer_bit_for_bit(tmp_path: Path, mode: tuple[str, ...]
         assert np.array_equal(left.policy_versions, right.policy_versions)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "mode",
     [
@@ -85,6 +87,7 @@ def test_schedules_hold_for_every_turn_and_repeat(tmp_path: Path, mode: tuple[st
         assert {v for v in row.policy_versions if v >= 0} == {max(0, step - lag)}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("update", ["drain", "interrupt", "in_flight"])
 @pytest.mark.more_but("interrupt")
 @pytest.mark.thorough_but("in_flight")
@@ -106,6 +109,7 @@ def test_weights_change_between_turns_and_within(tmp_path: Path, update: str) ->
     assert within == (update != "drain"), "drain waits for the turn, not for the episode"
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 @pytest.mark.parametrize("steps", [60, pytest.param(190, marks=pytest.mark.thorough)])
 def test_the_bound_holds_over_slow_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
@@ -138,6 +142,7 @@ def kill(what: str, *times: float) -> Any:
     return action
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("what", ["generator", "episodes", "learner"])
 @pytest.mark.parametrize("mode", [(), ("async.mode=fixed_lag", "async.lag=2")], ids=["free", "scheduled"])
 @pytest.mark.more_but("free-episodes", "scheduled-generator")
@@ -164,6 +169,7 @@ def test_an_interrupted_run_begins_its_episodes_anew(tmp_path: Path) -> None:
     assert sum(map(len, done.trained.consumed_at_version)) == 20 * 16
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("world", "cause"),
     [
@@ -252,6 +258,7 @@ def test_the_learner_is_busy_while_tools_take_ten_times_the_sampling(
     assert 100 * 0.3 / (ended - begun) >= 0.9
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_slots_are_not_idle_while_environments_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train_nothing(monkeypatch)

@@ -74,6 +74,7 @@ def killed_and_resumed(folder: Path, whole: Finished, seed: int, *options: str) 
 QUICK = ("sync", "async", "curriculum")  # fixed_lag: tests/integration/test_local_loop.py, too
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("mode", [m if m in QUICK else pytest.param(m, marks=pytest.mark.thorough) for m in MODES])
 @pytest.mark.more_but("async")
 def test_killed_runs_end_as_unbroken_ones(tmp_path: Path, mode: str) -> None:
@@ -88,6 +89,7 @@ def test_killed_runs_end_as_unbroken_ones(tmp_path: Path, mode: str) -> None:
 PART = "generator.cache={policy:heavy_hitters,share:0.5,window:4,every:2,compare_every:4}"
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("mode", "cache"),
     [

@@ -87,6 +87,7 @@ def test_a_template_that_forgets(lag: int, tmp_path: Path) -> None:
     assert all(row["forks_mean"] > 0.7 for row in done.metrics)
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_without_forks_the_log_probs_would_be_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison has the power to find a learner that reads the row as one text."""
@@ -107,6 +108,8 @@ def test_without_forks_the_log_probs_would_be_others(tmp_path: Path, monkeypatch
         assert_exact(done, model, 16)
 
 
+@pytest.mark.more
+@pytest.mark.in_turn
 @pytest.mark.usefixtures("ray_local")
 def test_an_agent_with_a_sub_agent(tmp_path: Path) -> None:
     done = ray_run(

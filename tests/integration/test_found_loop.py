@@ -20,6 +20,7 @@ HF = (
 )  # fmt: skip
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 @pytest.mark.parametrize("reference", ["learner", "service"])
 @pytest.mark.more_but(every=3)

@@ -66,6 +66,7 @@ def checkpoints(patch: Patch) -> None:
     patch.setattr(CheckpointWriter, "commit", limited)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("fill", [metrics, parts, checkpoints])
 @pytest.mark.more_but(every=3)
 def test_a_full_disk_is_the_cause_that_is_told_and_the_run_can_go_on(

@@ -111,6 +111,7 @@ def test_the_four_granularities_give_the_same_rewards(tmp_path: Path, folder: Pa
         assert_close(rewards[granularity], rewards["batch"], atol=FLOAT32)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("update", ["in_flight", "interrupt"])
 @pytest.mark.more_but(every=2)
 def test_rollouts_that_change_version_in_mid_sequence_keep_what_was_read(
@@ -142,6 +143,7 @@ def test_a_killed_generator_leaves_nothing_wrong_behind(
     assert max(row["prefilled_fraction"] for row in done.metrics) > 0.2
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_dropped_stragglers_are_forgotten(
     tmp_path: Path, folder: Path, checked: Checked, monkeypatch: pytest.MonkeyPatch

@@ -191,6 +191,7 @@ def tier(place: int, pieces: int) -> Any:
     return pytest.mark.more if pieces in (place, place + 5) else pytest.mark.thorough
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("place", "pieces"),
     [pytest.param(*death, marks=tier(*death)) for death in DEATHS],
@@ -229,6 +230,7 @@ def test_a_forwarder_that_dies_is_named_alone_and_the_others_get_the_version(
     assert [cluster.answer(name)[0] for name in living] == [tensor_digests(model(version))] * 4
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 @pytest.mark.parametrize(("fetched", "victim"), [(False, "g1"), (True, "g1"), (True, "g0")])
 def test_a_forwarder_that_hangs_is_named_after_the_time_out(make_cluster: Any, fetched: bool, victim: str) -> None:
@@ -250,6 +252,7 @@ def test_a_forwarder_that_hangs_is_named_after_the_time_out(make_cluster: Any, f
     check_delivery(cluster, 2, living)
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 @pytest.mark.parametrize("fetched", [False, True])
 def test_a_hang_in_the_middle_ends_in_the_time_out(make_cluster: Any, fetched: bool) -> None:
@@ -285,6 +288,7 @@ def test_who_joins_during_a_transfer_is_in_the_next_group(make_cluster: Any) -> 
     check_delivery(cluster, 2, ["g0", "g1"])
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_receivers_that_never_come_are_named(make_cluster: Any) -> None:
     cluster = make_cluster(["g0", "g1"], timeout_seconds=4.0)

@@ -25,6 +25,7 @@ CACHE = "generator.cache={policy:chunk_sink,share:0.5,window:6,every:3,compare_e
 LONG = ("generator.max_completion_length=48", "generator.ignore_eos=true", "runtime=local", "steps=5", "batch_size=32")
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("way", ["in_flight", "interrupt"])
 @pytest.mark.more_but("in_flight")
 def test_a_run_tells_what_its_smaller_cache_changes(tmp_path: Path, way: str) -> None:

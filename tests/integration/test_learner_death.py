@@ -134,6 +134,7 @@ def assert_one_history(done: Finished, batch: int = 16, steps: int = STEPS) -> l
     return rollbacks
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("verb", "version", "after"),
     [
@@ -211,6 +212,7 @@ def test_workers_of_the_critic_wait_for_its_return(tmp_path: Path, monkeypatch: 
     assert (back["version"], back["to"]) == (3, 2)
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_a_schedule_is_that_of_an_unbroken_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("batch_size=32", "async.mode=fixed_lag", "async.lag=1", "steps=6", "checkpoint.every=2")

@@ -50,6 +50,7 @@ def test_one_step_is_one_step_behind(tmp_path: Path) -> None:
     assert [row["staleness_mean"] for row in done.metrics] == [0, 1, 1, 1, 1]
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_long_tails_pass_neither_the_bound_nor_the_learner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train_nothing(monkeypatch)
@@ -67,6 +68,7 @@ def test_long_tails_pass_neither_the_bound_nor_the_learner(tmp_path: Path, monke
     assert ideal / done.metrics[-1]["wall_time"] >= 0.9
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("policy", ["drop", "mask", "wait", "downweight"])
 @pytest.mark.more_but("drop", "downweight")
 def test_stragglers_are_met_as_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
@@ -118,6 +120,7 @@ def kill_at(*times: float, which: int = 0) -> object:
     return action
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("mode", [("async.mode=async",), ("async.mode=sync",), ("async.mode=fixed_lag", "async.lag=2")])
 @pytest.mark.more_but(every=3)
 def test_a_killed_generator_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: tuple[str]) -> None:
@@ -174,6 +177,7 @@ def interrupt_after(folder: Path, step: int, *options: str) -> Finished:
     return stopped
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 @pytest.mark.thorough_but("extra1")
 @pytest.mark.parametrize("extra", [(), ("buffer.max_reuse=2", "async.max_staleness=3"), ("async.over_stale=wait",)])
@@ -217,6 +221,7 @@ def test_generation_failures_are_counted(tmp_path: Path) -> None:
     assert sum(done.summary["ledger"]["failed"].values()) > 0
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_fusion_changes_when_not_what(tmp_path: Path) -> None:
     options = (*SMALL, "async.mode=sync")

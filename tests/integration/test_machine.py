@@ -282,6 +282,7 @@ def large(tokens: Any) -> Any:
     return -tokens.advantages * tokens.policy_logprobs
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_a_learner_whose_memory_is_short(ray_local: Any, tmp_path: Path) -> None:
     smaller = r"with a smaller learner\.token_budget, or a learner\.sharding .* checkpoint\.resume=auto goes on"

@@ -144,6 +144,8 @@ def deaths(done: Finished) -> list[str]:
     return [note["reason"] for note in notes if note["event"] == "died"]
 
 
+@pytest.mark.more
+@pytest.mark.in_turn
 def test_slow_readers_find_whole_versions_over_many_publishes(tmp_path: Path, one_card: OneCard) -> None:
     one_card.delay = lambda name, version: READING * (name == "generator-1")
     done = run(tmp_path, *SETTINGS, "steps=24")
@@ -154,6 +156,7 @@ def test_slow_readers_find_whole_versions_over_many_publishes(tmp_path: Path, on
     assert exported == len({id(bucket) for bucket in one_card.card.open.values()}) <= 8, "a handle a bucket, once"
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_a_reader_killed_in_the_middle_delays_nobody_and_comes_back(tmp_path: Path, one_card: OneCard) -> None:
     def strike(runtime: LocalRuntime, name: str, number: int) -> None:

@@ -59,6 +59,7 @@ def late_speed(metrics: list[dict[str, Any]]) -> float:
     return 25 / float(metrics[75]["wall_time"] - metrics[50]["wall_time"])
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_a_learner_that_gets_faster_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     given = ("async.max_staleness=4", "steps=82")

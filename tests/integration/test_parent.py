@@ -141,6 +141,8 @@ def loss(tokens):
 """
 
 
+@pytest.mark.more
+@pytest.mark.in_turn
 def test_a_run_goes_on_by_itself(tmp_path: Path) -> None:
     with started(tmp_path, *LOCAL, "steps=30", "restarts=1") as command:
         for step in (2, 12):  # a budget of one that each attempt's steps refill; there is a checkpoint from 5 on
@@ -194,6 +196,7 @@ def loss(tokens):
 """
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_a_signal_to_the_whole_group_ends_in_order(tmp_path: Path) -> None:
     """As a scheduler sends it: the run must not take what the parent passes on for a second signal. To one process

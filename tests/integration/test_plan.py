@@ -145,6 +145,7 @@ def test_a_plan_relays_weights_to_replicas_with_workers(own: str, tensor: int, t
     assert changed(settings, *task.overrides(layout)).weights.transport == transport
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 @pytest.mark.parametrize(
     "cut",

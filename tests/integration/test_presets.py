@@ -18,6 +18,7 @@ PRESETS = sorted(path.stem for path in (conf_folder() / "algorithm").glob("*.yam
 TEACHER = ("reference.path=tiny", "model.model_init_kwargs={num_hidden_layers: 2}")
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.more_but("asymre", "best_of_n", "grpo", "gspo", "online_dpo", "opmd", "ppo", "rloo", "topr", "vtrace")
 @pytest.mark.thorough_but(every=4)

@@ -149,6 +149,7 @@ def test_threads_that_never_end_cost_their_episodes_and_at_last_the_worker(
     assert "calls of tools that do not end" in said(capsys)
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_an_interrupted_run_of_episodes_goes_on(tmp_path: Path, ray_local: Any) -> None:
     """Ctrl-C while episodes are under way; the same command begins them again and trains each step once."""

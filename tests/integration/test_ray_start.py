@@ -67,6 +67,7 @@ own.stop()
 """
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_actors_on_gpus_are_forks_and_see_their_own_device_only() -> None:
     # Ray counts the GPUs that it is told of; the machine needs none.

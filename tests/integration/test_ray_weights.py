@@ -34,6 +34,8 @@ def assert_whole(done: Finished, steps: int) -> None:
     assert all(abs(row["mismatch_kl"]) < 1e-6 for row in done.metrics)
 
 
+@pytest.mark.more
+@pytest.mark.in_turn
 @pytest.mark.usefixtures("ray_local")
 def test_weights_travel_by_disk_while_sequences_go_on(tmp_path: Path) -> None:
     way = ("weights.transport=disk", "weights.delta=sparse")

@@ -116,6 +116,7 @@ def stand_ins(name: str, folder: Path, tiny: Path) -> list[str]:
     ]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", GPUS)
 @pytest.mark.more_but("tldr_pythia_410m", "no_robots_8b")
 @pytest.mark.thorough_but(every=2)

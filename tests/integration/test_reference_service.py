@@ -52,6 +52,7 @@ def assert_trained_alike(a: Finished, b: Finished) -> None:
     assert_close(weights(a), weights(b), atol=1e-4)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "place", [pytest.param(p, marks=[pytest.mark.thorough] if p == "token reward" else []) for p in PLACES]
 )

@@ -57,6 +57,7 @@ async def gone(handle: RayGenerator) -> None:
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("delta", [pytest.param("none", marks=pytest.mark.thorough), "sparse"])
 def test_a_version_enters_each_machine_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delta: str) -> None:
     sent = machines(monkeypatch)
@@ -66,6 +67,7 @@ def test_a_version_enters_each_machine_once(tmp_path: Path, monkeypatch: pytest.
     assert all(abs(row["mismatch_kl"]) < 1e-6 for row in done.metrics)
 
 
+@pytest.mark.in_turn
 def test_replicas_pull_from_their_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = machines(monkeypatch)
     pull = ("async=async", "async.on_weight_update=pull", "weights.audit_every=3", "weights.delta=sparse")
@@ -76,6 +78,7 @@ def test_replicas_pull_from_their_machine(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(abs(row["mismatch_kl"]) < 1e-6 and row["staleness_max"] <= 2 for row in done.metrics)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("when", ["receive", pytest.param("load", marks=pytest.mark.thorough)])
 def test_a_holder_dies_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     """As it receives version 2; or once it holds it, before a neighbour has mapped its memory."""

@@ -61,6 +61,7 @@ def check_uses(done: Finished, steps: int, bound: int, most: int) -> pd.DataFram
     return table
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("reuse", [2, 3])
 @pytest.mark.more_but(every=2)
 def test_reuse_trains_each_rollout_as_often_as_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reuse: int) -> None:
@@ -73,6 +74,7 @@ def test_reuse_trains_each_rollout_as_often_as_set(tmp_path: Path, monkeypatch: 
     assert done.summary["ledger"]["trained"] < 40 * 16 / reuse * 1.3
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("policy", "sampling"), [("drop", "uniform"), ("mask", "reward_spread"), ("wait", "age"), ("downweight", "lifo")]
 )
@@ -106,6 +108,7 @@ def test_replay_spends_fewer_rollouts(tmp_path: Path, monkeypatch: pytest.Monkey
     assert 0.45 < share < 0.6
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_an_interrupted_replay_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train_nothing(monkeypatch)
@@ -116,6 +119,7 @@ def test_an_interrupted_replay_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     check_uses(run(tmp_path, *options), 40, bound=6, most=4)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("extra", [(), ("buffer.max_reuse=2",), ("buffer.replay_fraction=1", "buffer.max_reuse=2")])
 @pytest.mark.parametrize("update", ["drain", "in_flight"])
 @pytest.mark.more_but("in_flight-extra2")
@@ -171,6 +175,7 @@ def test_reuse_that_a_purge_forbids_is_refused(tmp_path: Path) -> None:
         run(tmp_path, *FAKE, "algorithm=oapl", "async.max_staleness=4", "buffer.max_reuse=2")
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("exponent", "least"), [(1.0, 0.0), (0.5, 0.0), (0.0, 1.0)])
 @pytest.mark.more_but(every=2)
 def test_the_correction_reaches_the_learner(
@@ -193,6 +198,7 @@ def test_the_correction_reaches_the_learner(
     assert all(len(set(row[i : i + 4])) == 1 for row in flat for i in range(0, 16, 4)), "one weight a group"
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("preset", ["fifo", "freshest", "replay", "priority", "fresh_replay"])
 @pytest.mark.more_but("replay", "priority")
 def test_buffer_presets_run_under_the_default_bound(

@@ -32,6 +32,7 @@ def share_of(done: Finished, name: str, since: int = 0) -> float:
     return float((late.generator_id == name).mean())
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("over_stale", ["drop", pytest.param("wait", marks=pytest.mark.thorough)])
 @pytest.mark.more
 def test_a_replica_30_times_slower_costs_the_fast_ones_nothing(tmp_path: Path, over_stale: str) -> None:
@@ -50,6 +51,7 @@ def test_a_replica_30_times_slower_costs_the_fast_ones_nothing(tmp_path: Path, o
     assert trained <= 20, "what the slow one makes is over the bound, but for the rollouts that were waited for"
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_without_pacing_a_wait_for_the_slow_one_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above is worth something: the same run, when nobody judges the replicas, is far slower."""
@@ -75,6 +77,7 @@ def test_a_replica_that_runs_empty_has_no_other_judged(tmp_path: Path, monkeypat
     assert judged[0] <= 4 * done.summary["ledger"]["admitted"]
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_a_slow_replica_that_can_finish_in_time_has_its_share(tmp_path: Path) -> None:
     """Eight replicas, one three times slower; the learner takes longer for a step than the slow one for a rollout."""

@@ -62,6 +62,7 @@ def failed_rows(done: Finished, cause: str) -> int:
     return len(failed)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("misbehaviour", "cause"),
     [("hang", "took longer than reward.timeout_seconds=0.3"), ("nonsense", "no JSON"), ("short", "scores for")],
@@ -122,6 +123,7 @@ def test_an_endpoint_that_is_down_at_the_start_is_refused_before_anything_starts
     assert not (tmp_path / "config.yaml").exists()
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_a_function_that_hangs_or_ends_its_process_costs_single_rollouts(tmp_path: Path) -> None:
     done = loop.run(
@@ -168,6 +170,7 @@ def seen_by_the_learner(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
     return seen
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_running_statistics_go_on_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit what an uninterrupted run has; and the records hold the rewards as they were scored."""
@@ -187,6 +190,7 @@ def test_running_statistics_go_on_after_a_resume(tmp_path: Path, monkeypatch: py
     assert seen == expected
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 @pytest.mark.parametrize("granularity", ["rollout", "chunk"])
 def test_a_reward_model_that_hangs_costs_the_rollouts_that_it_hangs_on(
@@ -276,6 +280,7 @@ def test_a_run_says_once_that_batches_fail_counts_them_and_goes_on(
     done.assert_ledger_whole()
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_a_function_that_hangs_in_company_costs_one_wait(tmp_path: Path) -> None:
     function = ("reward.kind=python", "reward.target=tests.reward_functions:slow_in_company")

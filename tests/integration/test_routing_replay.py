@@ -120,6 +120,7 @@ def test_a_run_follows_the_generators_experts_and_reports_how_often_they_changed
     assert all("routes_changed" not in row for row in free.metrics)
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_waiting_rollouts_keep_their_experts_over_a_kill(tmp_path: Path, moe: Path) -> None:
     late = ("async.mode=fixed_lag", "async.lag=2", "checkpoint.every=2", "checkpoint.resume=auto")

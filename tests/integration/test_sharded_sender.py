@@ -177,6 +177,7 @@ def publishing_all(rank: int, ranks: int) -> dict[str, dict[str, Any]]:
     return {name: publishing(rank, ranks, name, checksum=name == "fsdp2") for name in CASES}
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_a_step_ends_while_a_receiver_is_held_back_and_it_gets_the_old_version() -> None:
     ranks = run_ranks(publishing_all, 2, 2)
@@ -317,6 +318,7 @@ ENDS = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 @pytest.mark.parametrize("fault", ENDS)
 def test_a_fault_during_a_publish_ends_it_with_a_sentence(fault: str, tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def costs_of(generation: float, training: float) -> Fitted:
     return Fitted((generation / 64, 0.0, 0.0), (training, 0.0))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("ratio", "bound", "siblings"),
     [
@@ -97,6 +98,7 @@ def test_the_same_seed_gives_the_same_records(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_the_share_of_dropped_rollouts_is_counted(tmp_path: Path) -> None:
     """Lag 1 with one straggling replica in two: what it makes comes too late."""
@@ -145,6 +147,7 @@ def test_a_simulated_run_says_so_and_is_no_source_of_costs(tmp_path: Path, capsy
     assert "is a simulated run" in capsys.readouterr().err
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_a_slow_replica_costs_time(tmp_path: Path) -> None:
     given = ("num_generations=4", "generator.replicas=2", "generator.slots=32", "steps=30")
@@ -192,6 +195,8 @@ def test_a_cohort_does_what_its_replicas_do(tmp_path: Path) -> None:
         run(tmp_path / "three", costs, *given, conditions=Conditions(cohort=3))
 
 
+@pytest.mark.more
+@pytest.mark.in_turn
 def test_costs_of_a_run_are_found_in_its_records_and_predict_it(tmp_path: Path) -> None:
     """The local runtime's own costs are known: 0.05 s an iteration, 0.2 s a step."""
     done = loop.run(

@@ -38,6 +38,7 @@ def test_a_run_samples_what_it_samples_with_whole_versions(tmp_path: Path, steps
         assert min(layers) <= row["weights_changed_fraction"] <= max(layers)
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 @pytest.mark.usefixtures("ray_local")
 @pytest.mark.parametrize("transport", ["collective", "object_store", "disk"])

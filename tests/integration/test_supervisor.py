@@ -98,6 +98,7 @@ def freeze(runtime: LocalRuntime, seconds: float, *, silent: bool = True) -> Non
     asyncio.get_running_loop().call_later(seconds, strike)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("silent", "cause"),
     [(True, "did not respond for 3.33 s."), (False, "generated no token for 2")],

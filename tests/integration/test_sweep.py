@@ -88,6 +88,8 @@ def record(folder: Path) -> tuple[Path, dict[str, Any]]:
     return file.parent, {job["name"]: job for job in json.loads(file.read_text())["jobs"]}
 
 
+@pytest.mark.more
+@pytest.mark.in_turn
 def test_two_jobs_end_in_a_report_whose_sentence_is_that_of_the_raw_records(here: Path) -> None:
     counted = 'logging.sinks=["mine:Counted"]'
     done = sweep(here, "async.lag=0,2", "reward.target=mine:length", "seeds=2", "sweep.jobs=1", counted)

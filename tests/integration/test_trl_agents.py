@@ -76,6 +76,7 @@ def test_tools(tmp_path: Path, runtime: str, request: pytest.FixtureRequest) -> 
     ended(run, runtime)
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 @pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=pytest.mark.thorough)])
 def test_an_environment(tmp_path: Path, runtime: str, request: pytest.FixtureRequest) -> None:

@@ -56,6 +56,7 @@ class Diary:
         return [t for t in times if any(a + 1e-6 < t < b - 1e-6 for a, b in self.trained)]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("mode", "engine"),
     [("sync", "fake"), ("one_step", "fake"), ("async", "fake"), ("fixed_lag", "fake"), ("async", "hf")],

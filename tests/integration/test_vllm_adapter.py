@@ -54,6 +54,7 @@ class Policy:
         return own_logprobs(self.model(torch.from_numpy(text)[None]).logits[0], text)
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 @pytest.mark.thorough_but("untied")
 def test_each_load_in_flight_leaves_the_adapted_model_and_the_base_as_it_was(tiny: TinyVllm) -> None:
@@ -196,6 +197,8 @@ def test_who_applies_the_adapter_depends_on_the_device_unless_it_is_said() -> No
         engine_arguments(own, ModelConfig(lora=LoraConfig(r=600)))
 
 
+@pytest.mark.more
+@pytest.mark.in_turn
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_a_run_whose_generators_apply_the_adapter(tmp_path: Path, workers: int) -> None:
     done = local_run(

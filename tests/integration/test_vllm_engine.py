@@ -51,6 +51,7 @@ def reference(tiny: TinyVllm, weights: Weights, text: IntArray) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 @pytest.mark.thorough_but("tied")
 def test_twenty_updates_in_flight_leave_the_same_model(tiny: TinyVllm) -> None:

@@ -39,6 +39,7 @@ def test_vllm_generators_take_weights_by_gloo_while_sequences_go_on(tmp_path: Pa
     assert all(abs(row["mismatch_kl"]) < 1e-8 for row in done.metrics)
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_the_audit_ends_a_run_whose_engine_skips_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     skipped = "model.layers.2.self_attn.v_proj.weight"

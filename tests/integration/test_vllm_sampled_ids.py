@@ -26,6 +26,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyVllm]:
     running.close()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("reloaded", [False, True])
 @pytest.mark.parametrize(
     "sampling",
@@ -57,6 +58,7 @@ def test_only_the_sampled_ids_have_a_probability(tiny: TinyVllm, sampling: Sampl
         np.testing.assert_allclose(rollout.behavior_logprobs, own.numpy(), atol=AGREE)
 
 
+@pytest.mark.in_turn
 def test_scored_texts_are_of_the_same_distribution(tiny: TinyVllm) -> None:
     texts = [np.random.default_rng(seed).integers(0, SAMPLED, 30) for seed in range(3)]
     for text, found in zip(texts, tiny.engine(4).score(texts), strict=True):

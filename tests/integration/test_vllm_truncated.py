@@ -37,6 +37,7 @@ def own_weights(tiny: TinyVllm) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in named_weights(tiny.model).items()}
 
 
+@pytest.mark.in_turn
 def test_under_top_k_alone_vllm_tells_what_was_kept(tiny: TinyVllm) -> None:
     engine = tiny.engine(4)
     engine.load_weights(0, own_weights(tiny), "recompute")
@@ -50,6 +51,7 @@ def test_under_top_k_alone_vllm_tells_what_was_kept(tiny: TinyVllm) -> None:
         np.testing.assert_allclose(rollout.behavior_logprobs, own.numpy(), atol=AGREE)
 
 
+@pytest.mark.in_turn
 def test_tokens_that_tie_with_the_last_kept_one_are_told(tiny: TinyVllm) -> None:
     """Four tokens with one row in the tied head have one logit, to the bit."""
     engine = tiny.engine(4)
@@ -65,6 +67,7 @@ def test_tokens_that_tie_with_the_last_kept_one_are_told(tiny: TinyVllm) -> None
     assert max(sizes) > 6 and min(sizes) == 6
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", ["decoupled_grpo", "tba"])
 def test_ratios_are_1_at_equal_weights_under_top_k(tiny: TinyVllm, name: str) -> None:
     """And not without the sets. The tolerance is that between vLLM's forward pass and transformers' in float32."""

@@ -39,6 +39,7 @@ def installed() -> None:
     require("openrlhf")
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("case", LOSSES, ids=lambda case: named("openrlhf", case))
 def test_gradient_of_the_policy_loss(ask: Peers, case: str) -> None:
     settings, rule, switches = LOSSES[case]

@@ -32,6 +32,7 @@ def trajectories(batch: RaggedBatch) -> dict[str, Any]:
     }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8)], ids=[named("torchrl", "gae_1_1"), named("torchrl", "gae_.9_.8")]
 )

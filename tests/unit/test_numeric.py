@@ -78,6 +78,7 @@ def test_other():
 SCOPE = ("-o", "asyncio_default_fixture_loop_scope=function")  # pytest-asyncio warns without it
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("processes", [(), ("--numprocesses=1",)], ids=["one process", "xdist"])
 @pytest.mark.more
 def test_margins_fails_thin_ones_and_shows_the_worst(pytester: pytest.Pytester, processes: tuple[str, ...]) -> None:

@@ -45,6 +45,7 @@ def test_a_reward_by_rule_imports_no_torch() -> None:
     assert done.stdout.split("\n")[-2] == "['ray']", "only Ray, for the actor around it"
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_the_limit_of_threads_holds_for_a_torch_that_a_users_function_imports() -> None:
     code = (

@@ -8,6 +8,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import given, settings
 
 from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
@@ -103,6 +104,8 @@ def outcome(take: Any, *arguments: Any) -> Any:
         return "stale"
 
 
+@pytest.mark.more
+@pytest.mark.in_turn
 @given(data=st.data())
 @settings(max_examples=300, deadline=None)
 def test_batches_are_those_of_the_sorted_reference(data: st.DataObject) -> None:

@@ -39,6 +39,7 @@ def fake_run(config: RunConfig) -> int:
     return 0
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("steps", "code", "said"),
     [

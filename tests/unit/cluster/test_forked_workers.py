@@ -83,6 +83,8 @@ def test_a_worker_whose_command_ray_has_ended_ends_without_a_word(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.more
+@pytest.mark.in_turn
 def test_a_worker_is_a_fork_that_has_the_imports_and_all_that_ray_gave_it(workers: ForkedWorkers, folder: Path) -> None:
     first, second = call(workers, folder), call(workers, folder)
     for facts in (first, second):
@@ -124,6 +126,7 @@ def test_a_worker_without_a_server_is_run_by_the_interpreter(folder: Path) -> No
     assert facts["pid"] == facts["started"] and facts["GIVEN"] == "by the caller"
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_workers_of_a_server_whose_imports_open_a_device_are_not_forked(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -139,6 +142,7 @@ def test_workers_of_a_server_whose_imports_open_a_device_are_not_forked(
     assert [line for line in capfd.readouterr().err.splitlines() if "forked" in line] == [said]
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_the_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     code = (

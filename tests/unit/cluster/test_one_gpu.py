@@ -37,6 +37,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return size
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("precision", ["none", "bfloat16"])
 @pytest.mark.parametrize("shape", ["2m", "20m"])
 @pytest.mark.more_but("2m")
@@ -71,6 +72,7 @@ def test_the_learner_holds_no_more_than_it_is_said_to_need(shape: str, precision
     sender.close()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("replicas", "total"), [(1, 24), (1, 80), (2, 80), (3, 141)])
 @pytest.mark.more_but(every=3)
 def test_all_parts_fit_on_the_card_together_and_leave_little(

@@ -27,6 +27,7 @@ NONSENSE = ["steps=abc", "bogus=1", "generator.bogus=2", "algorithm=3", "reward.
 NONSENSE += ["algorithm=nope", "generator=3", "steps=", "async.lag=-1", "steps={a: 1}"]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("overrides", [*CHANGES, *([text] for text in NONSENSE)], ids=" ".join)
 @pytest.mark.more_but(every=3)
 def test_a_config_is_the_same_as_hydras(overrides: list[str]) -> None:

@@ -347,6 +347,7 @@ def booleans(part: Any, prefix: str = "") -> Iterator[str]:
             yield name
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_no_true_or_false_setting_takes_a_number_besides_0_and_1() -> None:
     names = list(booleans(RunConfig()))

@@ -111,6 +111,7 @@ gpu_check.run(Path(sys.argv[1]), quick=True)
 """
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 @pytest.mark.parametrize("moment", ["check", "write"])
 def test_a_runner_killed_in_the_second_leaves_the_first_in_the_file_and_on_the_terminal(

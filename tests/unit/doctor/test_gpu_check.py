@@ -198,6 +198,8 @@ def test_kernels_are_classified_by_their_names(name: str, kind: str) -> None:
     assert kernels.kind_of(name) == kind
 
 
+@pytest.mark.more
+@pytest.mark.in_turn
 def test_a_step_of_the_smallest_model_is_measured_and_its_time_divided() -> None:
     """With the functions of the GPU's checks, on this CPU."""
     found = gpu_parts.step("0.7m", "cpu", 512, 8)

@@ -89,6 +89,7 @@ def test_rows_that_fill_a_graph_up_keep_their_prompts(stand_in: StandIn) -> None
     assert ours == late_sibling(make_engine("llama", None, slots=8))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.more_but("0")

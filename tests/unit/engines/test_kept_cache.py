@@ -134,6 +134,7 @@ def difference(name: str, config: CacheConfig, seed: int = 1, events: float = 0.
     return schedule.check(done, config)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("config", POLICIES, ids=lambda c: f"{c.policy}-{c.keep}")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.more_but("gpt_oss", "both", "heavy_hitters")
@@ -217,6 +218,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 @pytest.mark.parametrize(("where", "name", "fault"), FAULTS, ids=[fault.__name__ for _, _, fault in FAULTS])
 def test_planted_faults_are_found(where: type, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,6 +309,7 @@ def test_punctuation_and_line_ends_separate() -> None:
     assert not any(is_separator(text) for text in ("", " ", "a", "a.", "1", "é", "中"))
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 @pytest.mark.parametrize("config", [POLICIES[1], POLICIES[3]], ids=lambda c: c.policy)
 def test_rows_that_wait_for_their_prefill_score_nothing(config: CacheConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,7 @@ def picked(logits: torch.Tensor, ids: np.ndarray) -> np.ndarray:
     return logits.log_softmax(-1).gather(1, torch.from_numpy(ids)[:, None])[:, 0].numpy()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.more_but(every=4)
 def test_behavior_logprobs_equal_a_plain_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +74,7 @@ def test_behavior_logprobs_equal_a_plain_pass(name: str, monkeypatch: pytest.Mon
         assert_close(rollout.behavior_logprobs, plain(model, rollout), atol=FLOAT32)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in UNCACHED])
 @pytest.mark.more_but(every=4)
 def test_greedy_tokens_equal_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ OWN = ["mamba", "mamba2", "falcon_h1", "lfm2", "granitemoehybrid", "bamba", "qwe
        "falcon", "mpt", "gptj", "codegen", "gpt_neo", "llama4_text"]  # fmt: skip
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [*OWN, *UNCACHED])
 @pytest.mark.more_but(every=4)

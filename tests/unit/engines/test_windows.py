@@ -97,6 +97,7 @@ def check(requests: list[GenerationRequest], done: dict[int, Rollout], models: l
             assert_close(result.behavior_logprobs[mine], picked(logits, result)[mine], atol=BEHAVIOR)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.more_but(every=3)
 def test_every_logit_equals_that_of_a_plain_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

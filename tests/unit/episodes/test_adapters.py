@@ -108,6 +108,7 @@ def test_tools_of_an_mcp_server_by_http() -> None:
     assert said(rollout)[1] == ("tool", "42")
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_a_late_tool_is_one_failed_call() -> None:
     rollout = play([call_text("sleep", '{"seconds": 30}'), "done"], tools=[MCP], timeout_seconds=3.0)

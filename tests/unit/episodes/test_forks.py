@@ -69,6 +69,7 @@ def played(tokenizer: PreTrainedTokenizerFast, asked: list[dict[str, Any]], turn
     return row
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("merging", [True, False], ids=["merges", "bytes"])
 @pytest.mark.parametrize("thinks", [False, True], ids=["speaks", "thinks"])
 @pytest.mark.parametrize("name", sorted(set(SHAPES) - {"gptoss"}))

@@ -49,6 +49,7 @@ def test_what_the_server_refuses_or_holds_back_is_one_failed_episode(words: str)
     assert time.monotonic() - began < 15 and talk(words, "4").episode_reward == 1.0
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_a_server_that_ends_is_one_failed_episode() -> None:
     needs("openenv")

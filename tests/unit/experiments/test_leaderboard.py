@@ -91,6 +91,7 @@ def test_docs_and_sweep_are_made_from_the_committed_runs() -> None:
     assert board.complete(runs).seed.nunique() >= 3
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_the_sweep_is_of_every_preset_with_a_ratio() -> None:
     ratio = {"mu", "prox", "prox_interp", "ema"}

@@ -116,6 +116,7 @@ def test_a_loss_target_names_a_function(target: str) -> None:
         LossConfig(target)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 @pytest.mark.more_but(every=6)
 def test_a_preset_opens_with_what_it_needs(path: Path) -> None:

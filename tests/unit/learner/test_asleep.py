@@ -57,6 +57,7 @@ def states(rank: TorchBackend) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in RankSleep(rank)._tensors()]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("learner", [{}, {"optim": "muon"}, {"sharding": "fsdp2"}], ids=["adamw", "muon", "fsdp2"])
 @pytest.mark.parametrize("depot", [HostDepot, FileDepot])
 @pytest.mark.more_but(every=3)

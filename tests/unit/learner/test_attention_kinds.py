@@ -116,6 +116,7 @@ def one_at_a_time(model: PreTrainedModel, batch: TrainBatch) -> torch.Tensor:
     return torch.cat([found for row in rows for found in plain_logprobs(model, row)])
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("kind", "how"),
     [(kind, how) for kind in KINDS for how in ("plain", "many tiles", "gradient checkpointing")]
@@ -162,6 +163,7 @@ def curve(model: PreTrainedModel, logprobs_of: Callable[[TrainBatch], torch.Tens
     return losses
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ALONE)])
 @pytest.mark.more_but(every=3)
 def test_twenty_steps_have_the_losses_of_a_padded_loop(kind: str) -> None:

@@ -60,6 +60,7 @@ def assert_held(curves: np.ndarray) -> None:
     assert not rising.any(), f"windows {np.flatnonzero(rising) + 1} lie above those before: {windows.mean(0)}"
 
 
+@pytest.mark.in_turn
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("lag", LAGS)
 @pytest.mark.parametrize("name", NAMES)

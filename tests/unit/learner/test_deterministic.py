@@ -151,6 +151,7 @@ def called_on_a_gpu(algorithm: AlgorithmConfig, learner: dict[str, Any]) -> tupl
     return recorder.seen, counts
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.more_but("m2po", "vcpo")
 @pytest.mark.thorough_but(*APART)
@@ -161,6 +162,7 @@ def test_no_preset_needs_what_torch_refuses_on_a_gpu_or_has_the_host_wait_for_ea
     assert counts.waits <= 2 * updates + (algorithm.lr != "none"), counts.syncs  # that rate is known from the ESS
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", LEARNERS)
 @pytest.mark.more_but("bfloat16")
 def test_nor_does_another_learner(name: str) -> None:

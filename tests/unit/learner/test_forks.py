@@ -164,6 +164,7 @@ def test_a_branch_that_goes_on_is_passed_once() -> None:
     assert texts_of([row])["completion_ids"] == [[0, 1, 4, 5, 8, 9]]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.more_but(every=9)
 @pytest.mark.thorough_but(every=3)

@@ -71,6 +71,7 @@ def test_weights_are_cast_once_an_update_not_once_a_microbatch() -> None:
     assert one.casts >= 2 * parameters
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("gigabytes", "repeated"), [(9.0, 0), (4.5, 1), (3.2, 4)])
 @pytest.mark.more_but(every=2)
 def test_layers_are_repeated_as_the_free_memory_asks_for(

@@ -89,6 +89,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert all(torch.equal(tensor, other[part][name]) for name, tensor in one[part].items())
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.more_but(every=2)
 def test_shards_read_from_files_train_as_the_model_loaded_whole(tied: bool, tmp_path: Path) -> None:
@@ -113,6 +114,7 @@ def test_two_ranks_read_half_of_it_each(tmp_path: Path) -> None:
     assert abs(read[0] - read[1]) < 0.1 * sum(read)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.more
 def test_a_stage_reads_its_own_layers_and_a_tied_table_at_both_ends(tied: bool, tmp_path: Path) -> None:
@@ -208,6 +210,7 @@ def numbers(config: ModelConfig) -> int:
     return 2 * policy + trunk
 
 
+@pytest.mark.in_turn
 @needs_deepspeed
 @pytest.mark.more
 @pytest.mark.parametrize("mixed_precision", ["none", pytest.param("bfloat16", marks=pytest.mark.thorough)])
@@ -242,6 +245,7 @@ def holds(rank: int, config: ModelConfig) -> float:
     return (most[0] - count) / largest
 
 
+@pytest.mark.in_turn
 @needs_deepspeed
 @pytest.mark.more
 def test_zero_3_holds_one_whole_tensor_at_a_time(tmp_path: Path) -> None:

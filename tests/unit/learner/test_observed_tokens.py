@@ -181,6 +181,7 @@ def on_policy(batch: TrainBatch) -> TrainBatch:
     return replace(batch, behavior_logprobs=behavior)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.more_but(every=8)
 def test_the_gradient_on_policy_is_that_of_the_sampled_tokens(name: str) -> None:
@@ -192,6 +193,7 @@ def test_the_gradient_on_policy_is_that_of_the_sampled_tokens(name: str) -> None
     assert metrics["response_tokens"] == batch.response_mask.sum() < metrics["tokens"] == len(batch.token_ids)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("name", "packing"), [*((name, True) for name in PRESETS), ("ppo", False), ("tis", False)])
 @pytest.mark.more_but("False", "ppo", "decoupled_grpo", "oapl")
 def test_garbage_at_observed_tokens_changes_neither_weights_nor_metrics(name: str, packing: bool) -> None:

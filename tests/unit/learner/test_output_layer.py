@@ -158,6 +158,7 @@ def test_what_is_known_of_logits_is_not_computed_again(dtype: torch.dtype, optio
         assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.thorough), torch.bfloat16])
 @pytest.mark.more
 def test_compiled_it_is_the_same(dtype: torch.dtype) -> None:

@@ -58,6 +58,7 @@ def step(algorithm: AlgorithmConfig, batch: TrainBatch, budget: int = 10_000, re
     return gradients(trained), metrics
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.more_but(every=6)
 @pytest.mark.thorough_but(every=2)
@@ -90,6 +91,7 @@ def with_broken_tokens(batch: TrainBatch) -> tuple[TrainBatch, TrainBatch]:
     return dataclasses.replace(batch, behavior_logprobs=behavior), dataclasses.replace(batch, loss_mask=mask)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.more_but(every=6)
 def test_a_token_without_a_behavior_logprob_is_no_evidence(name: str) -> None:
@@ -111,6 +113,7 @@ def test_a_token_without_a_behavior_logprob_does_not_stop_the_update(name: str) 
     assert all(bool(torch.isfinite(tensor).all()) for tensor in trained.parameters().values())
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.more_but(every=6)
 def test_a_token_with_a_log_ratio_of_100_is_not_the_whole_step(name: str) -> None:

@@ -56,6 +56,7 @@ def worst(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float(((found - exact) / exact).abs().max())
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("lag", [pytest.param(4, marks=pytest.mark.thorough), 16])
 def test_ppo_learns_the_value_of_the_present_policy_from_stale_samples(lag: int) -> None:
     """Its default corrects the critic's targets. Without the correction they are those of the sampler."""

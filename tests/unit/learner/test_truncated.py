@@ -60,6 +60,7 @@ def step(name: str, given: TrainBatch, budget: int = 10_000, reference: int = 0)
     return gradients(trained), metrics
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.more_but(every=6)
 def test_ratios_are_1_at_equal_weights(name: str) -> None:
@@ -140,6 +141,7 @@ def test_the_gradient_is_that_of_the_renormalised_policy() -> None:
         assert_same(step("reinforce", without_sets(batch()))[0], expected, tolerance=0.02)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", ["decoupled_grpo", "vcpo", "ppo", "online_dpo", "impact", "m2po"])
 @pytest.mark.more_but(every=3)
 def test_microbatches_and_chunks_of_the_head_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,6 +188,7 @@ def sharded(rank: int, ranks: int, settings: dict[str, Any]) -> tuple[bool, dict
     return trained.policy.packing, found
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 @pytest.mark.parametrize(
     "settings",

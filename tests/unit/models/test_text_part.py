@@ -54,6 +54,7 @@ def text_parameters(whole: PreTrainedModel) -> int:
     return sum(parts.values())
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", TRAINED)
 @pytest.mark.more_but(every=5)
 def test_it_computes_what_the_multi_modal_model_does_for_text(kind: str, tmp_path: Path) -> None:

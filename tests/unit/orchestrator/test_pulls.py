@@ -44,6 +44,8 @@ def loads(events: list[Event], replica: str) -> list[int]:
     return [facts["version"] for _, event, facts in events if event == "loaded" and facts["replica"] == replica]
 
 
+@pytest.mark.more
+@pytest.mark.in_turn
 @pytest.mark.parametrize("world", ["generators are slower", pytest.param("learner is slower", marks=pytest.mark.more)])
 def test_pull_is_as_fast_as_push_and_no_staler(world: str) -> None:
     pull, push = (bench.figures(bench.imitate(bench.WORLDS[world], "steps=40", way), 64) for way in (PULL, PUSH))
@@ -72,6 +74,7 @@ def test_nothing_begins_with_weights_older_than_those_of_the_machine() -> None:
     assert len(begun) > 1500 and stale == []
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_one_that_loads_slowly_delays_only_itself() -> None:
     """The others get every version as fast as if it were not there; it skips some, and still works."""
@@ -117,6 +120,7 @@ async def die(handle: LocalGenerator) -> None:
     raise ReplicaError(f"{handle.name} is dead: struck")
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", ["generator-0", "generator-2"], ids=["holder", "neighbour"])
 @pytest.mark.parametrize("act", [hang, die])
 @pytest.mark.more_but(every=3)

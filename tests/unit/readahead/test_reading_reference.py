@@ -68,6 +68,7 @@ def assert_alike(found: Sequence[np.ndarray | str], expected: Sequence[np.ndarra
         assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.in_turn
 @settings(max_examples=120, deadline=None)
 @given(
     stories(), st.sampled_from([64, 128, 200, 4096]), st.integers(1, 80), st.integers(1, 6), st.sampled_from([0.7, 1.9])

@@ -166,6 +166,7 @@ print(json.dumps([sinks.finish({})["wandb"], [p.pid for p in struck]]), flush=Tr
 """
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("struck", "sentence"),
     [
@@ -281,6 +282,7 @@ def test_nothing_is_lost_if_the_network_fails_in_the_run(
     assert {row["step"]: row["policy/loss"] for row in sent.values()} == {s: 0.5 / s for s in range(1, 5)}
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_a_server_that_is_not_there_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = WandbServer()

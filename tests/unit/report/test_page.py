@@ -83,6 +83,7 @@ def click(browser: Browser, selector: str) -> None:
     browser.evaluate(f"document.querySelector({json.dumps(selector)}).click()")
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", ["run", "many", "sweep"])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.more_but(every=3)
@@ -107,6 +108,7 @@ def test_every_chart_is_drawn_and_nothing_is_cut_off(
     assert colors <= {(name, color) for name, found in looks.items() for color, _, _ in found}
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_a_click_hides_a_series_in_every_chart_and_brings_it_back(browser: Browser, pages: dict[str, Path]) -> None:
     before = opened(browser, pages["sweep"])
@@ -140,6 +142,7 @@ def test_a_click_hides_a_series_in_every_chart_and_brings_it_back(browser: Brows
     assert re.search(f"over wall-clock compare {alone} alone", browser.evaluate("document.body.innerText"))
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_the_axis_switch_changes_every_curve(browser: Browser, pages: dict[str, Path]) -> None:
     frame = pd.read_json(pages["run"].parents[1] / "metrics.jsonl", lines=True)

@@ -60,6 +60,7 @@ def test_a_second_replica_is_worth_a_second_core(tmp_path: Path, cores: int, gai
     assert one["step_seconds"] / two["step_seconds"] == pytest.approx(gain, rel=0.05)
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_each_call_takes_time_from_a_generator_on_the_controllers_core(tmp_path: Path) -> None:
     """10 ms for each call beside 0.64 s of decoding per batch; every second publish is left out, with its 5 calls."""
@@ -71,6 +72,7 @@ def test_each_call_takes_time_from_a_generator_on_the_controllers_core(tmp_path:
     assert each - second == pytest.approx(0.025, abs=0.005) and second > none
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_the_controllers_work_takes_time_from_a_generator_on_its_core(tmp_path: Path) -> None:
     """Per batch 0.64 s of decoding and 3 x 64 x 1 ms of messages: added up on one core, side by side on two."""
@@ -82,6 +84,7 @@ def test_the_controllers_work_takes_time_from_a_generator_on_its_core(tmp_path: 
     assert learner["step_seconds"] == pytest.approx(0.64 + 0.192 + 0.1, rel=0.03)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("cores", [None, Cores(2), Cores(2, learner=1)])
 @pytest.mark.more_but(every=3)
 def test_parts_that_take_turns_do_not_work_at_the_same_time(tmp_path: Path, cores: Cores | None) -> None:
@@ -103,6 +106,7 @@ def test_a_replica_with_more_work_sends_results_together(tmp_path: Path) -> None
     assert (quick["staleness"], slow["staleness"]) == (0.25, 0.5)
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_a_part_that_waits_for_its_core_finds_cold_caches(tmp_path: Path) -> None:
     """Two replicas on one core wait for half of the time: at 0.2 s more per second of it, 0.5 s of a core do the work

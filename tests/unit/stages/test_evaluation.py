@@ -74,6 +74,7 @@ def test_perplexity_is_that_of_the_models_own_loss(model: torch.nn.Module) -> No
     assert perplexity([np.zeros(0, np.float32)]) is None
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_kl_of_sampled_answers_is_the_exact_one() -> None:
     """Two tokens an answer, each drawn from a known distribution: the KL of a sequence is the sum of two exact KLs."""

@@ -25,6 +25,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 @pytest.mark.parametrize(("number", "forks"), [(signal.SIGTERM, False), (signal.SIGKILL, True)])
 def test_a_worker_ends_with_its_driver_however_that_ends(tmp_path: Path, number: signal.Signals, forks: bool) -> None:
@@ -47,6 +48,7 @@ def test_a_worker_ends_with_its_driver_however_that_ends(tmp_path: Path, number:
     assert all(p.status() == psutil.STATUS_ZOMBIE for p in alive), "a process outlived its driver by 30 s"
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 @pytest.mark.parametrize("over", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_workers_start_also_where_the_folder_for_temporary_files_has_a_long_path(tmp_path: Path, over: int) -> None:

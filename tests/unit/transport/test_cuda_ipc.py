@@ -109,6 +109,7 @@ os.kill(os.getpid(), int(sys.argv[1]))
 """
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 @pytest.mark.parametrize("end", [0, signal.SIGKILL])
 def test_torchs_file_of_counts_has_no_name_that_could_stay(end: int) -> None:

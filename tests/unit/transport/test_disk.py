@@ -167,6 +167,7 @@ def write_and_die(root: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_what_a_killed_writer_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
     root = tmp_path / "weights"

@@ -310,6 +310,7 @@ def test_the_time_limit_grows_with_the_bytes() -> None:
     assert sender._transfer_seconds == pytest.approx(1 + BUCKETS * 64 * 64 * 4 / 1000)
 
 
+@pytest.mark.in_turn
 @pytest.mark.more
 def test_a_worker_belongs_to_its_replica() -> None:
     assert replica_name(worker_name("generator-fast-0", 3)) == "generator-fast-0"
