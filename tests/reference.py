@@ -189,6 +189,11 @@ def opsm_keep(now: Batch, mu: Batch, adv: Batch, delta: float) -> Batch:
     return [np.where((a < 0) & (np.mean(m - n) > delta), 0.0, 1.0) for n, m, a in zip(now, mu, adv, strict=True)]
 
 
+def estr_keep(now: Batch, mu: Batch, entropy: Batch, tau: float) -> Batch:
+    """ESTR (2607.22186): S = delta^2 / (H + 0.01) <= tau, delta the token's log-ratio and H the entropy."""
+    return [((n - m) ** 2 / (h + 0.01) <= tau).astype(float) for n, m, h in zip(now, mu, entropy, strict=True)]
+
+
 def binary_kl_keep(now: Batch, mu: Batch, delta: float) -> Batch:
     """FlashREINFORCE: each sequence whose tokens' KL of (p, 1 - p) from (q, 1 - q) is on average at most delta, p being
     the sampler's probability of the token and q the policy's."""

@@ -61,8 +61,7 @@ def kl_diagnostics(policy_logprobs: Tensor, sampler_logprobs: Tensor, loss_mask:
     estimates KL(policy || sampler) by r log r - r + 1. Also ``{prefix}_max_abs_dprob``: the largest change of a
     token's probability.
     """
-    policy = masked_values(policy_logprobs.detach(), loss_mask)
-    sampler = masked_values(sampler_logprobs.detach(), loss_mask)
+    policy, sampler = (masked_values(x.detach(), loss_mask) for x in (policy_logprobs, sampler_logprobs))
     difference = policy - sampler
     ratio = ratio_of(difference)
     return {
@@ -159,8 +158,7 @@ class ExplainedVariance(Statistic):
 
 def explained_variance(values: Tensor, returns: Tensor, loss_mask: Tensor) -> Statistic:
     """How well ``values [T]`` predict ``returns [T]`` over the mask; ``ExplainedVariance`` has the formula."""
-    target = masked_values(returns.detach(), loss_mask).double()
-    guess = masked_values(values.detach(), loss_mask).double()
+    target, guess = (masked_values(x.detach(), loss_mask).double() for x in (returns, values))
     return ExplainedVariance(
         Spread.over(target, loss_mask),
         Spread.over(target - guess, loss_mask),

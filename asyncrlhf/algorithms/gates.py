@@ -6,6 +6,8 @@ Every gate returns keep [T] bool for ``policy_loss(gate=...)``; its value outsid
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,8 @@ from asyncrlhf.algorithms.weights import log_ratio as log_ratio_at
 
 # The least 1 - p that counts: a float32 log-prob near 0 says no more.
 REST_NOISE = 1e-6
+# ESTR's: in nats, so that a token without entropy may still move.
+ENTROPY_FLOOR = 0.01
 
 
 def harmful(log_ratio: Tensor, advantages: Tensor, loss_mask: Tensor) -> Tensor:
@@ -57,42 +61,48 @@ def sat_gate(
     return ~(over | under)
 
 
-def opsm_gate(
-    policy_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    sequence_ids: Tensor,
-    *,
-    delta: float,
-) -> Tensor:
+class GateInputs(NamedTuple):
+    """What a gate of ``GATES`` sees of a microbatch: [T] each."""
+
+    policy_logprobs: Tensor
+    behavior_logprobs: Tensor
+    entropy: Tensor  # of the policy, in nats
+    advantages: Tensor
+    loss_mask: Tensor
+    sequence_ids: Tensor
+
+
+def opsm_gate(x: GateInputs, delta: float) -> Tensor:
     """Off-policy sequence mask (2512.02556): drops a sequence's tokens with A < 0 where mean_t(mu - theta) > ``delta``.
 
     ``delta`` is in nats per token.
     """
-    drift = log_ratio_at(behavior_logprobs, policy_logprobs, loss_mask, sequence_ids, "geo")
-    return ~((advantages < 0) & (drift > delta))
+    drift = log_ratio_at(x.behavior_logprobs, x.policy_logprobs, x.loss_mask, x.sequence_ids, "geo")
+    return ~((x.advantages < 0) & (drift > delta))
 
 
-def binary_kl_gate(
-    policy_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    sequence_ids: Tensor,
-    *,
-    delta: float,
-) -> Tensor:
-    """FlashREINFORCE: drops a sequence, whatever its ``advantages``, whose tokens' mean binary KL is > ``delta`` nats.
+def binary_kl_gate(x: GateInputs, delta: float) -> Tensor:
+    """FlashREINFORCE: drops a sequence, whatever its advantages, whose tokens' mean binary KL is > ``delta`` nats.
 
     A token's is the KL of "this token or another" under mu to that under pi: p log(p / q) + (1 - p) log((1 - p) /
     (1 - q)), exact but for 1 - p and 1 - q, held at ``REST_NOISE``. The authors' code (NVIDIA-NeMo/labs-molt) holds p
     and q there too, so that a token which pi calls all but impossible counts less.
     """
-    mu, pi = (masked_values(x.detach(), loss_mask).double() for x in (behavior_logprobs, policy_logprobs))
-    rest_mu, rest_pi = (x.expm1().neg().clamp(min=REST_NOISE) for x in (mu, pi))
+    mu, pi = (masked_values(p.detach(), x.loss_mask).double() for p in (x.behavior_logprobs, x.policy_logprobs))
+    rest_mu, rest_pi = (p.expm1().neg().clamp(min=REST_NOISE) for p in (mu, pi))
     divergence = mu.exp() * (mu - pi) + rest_mu * (rest_mu / rest_pi).log()
-    return segment_total(divergence, sequence_ids) / sequence_lengths(loss_mask, sequence_ids) <= delta
+    return segment_total(divergence, x.sequence_ids) / sequence_lengths(x.loss_mask, x.sequence_ids) <= delta
 
 
-SEQUENCE_GATES = {"opsm": opsm_gate, "binary_kl": binary_kl_gate}
+def entropy_gate(x: GateInputs, delta: float) -> Tensor:
+    """ESTR (2607.22186): drops tokens with (log pi / mu)^2 > ``delta`` (entropy + ``ENTROPY_FLOOR``).
+
+    How far log pi / mu strays for the same change of logits grows with the root of the token's entropy, so that one
+    bound for all is loose where the policy is certain and tight where it is not. The paper's entropy is the sampler's,
+    which no engine but our own could hand out; ours is that of the policy in the same pass.
+    """
+    drift = log_ratio_at(x.policy_logprobs, x.behavior_logprobs, x.loss_mask, x.sequence_ids, "token")
+    return drift.square() <= delta * (masked_values(x.entropy.detach(), x.loss_mask).clamp(min=0.0) + ENTROPY_FLOOR)
+
+
+GATES = {"opsm": opsm_gate, "binary_kl": binary_kl_gate, "entropy": entropy_gate}

@@ -95,8 +95,7 @@ def value_loss(
     ``values`` [T] carries the gradient; ``old_values`` and ``returns`` [T] are those the batch came with.
     """
     current = masked_values(values, loss_mask)
-    before = masked_values(old_values.detach(), loss_mask)
-    target = masked_values(returns.detach(), loss_mask)
+    before, target = (masked_values(x.detach(), loss_mask) for x in (old_values, returns))
     held = torch.maximum(torch.minimum(current, before + clip), before - clip)
     per_token = 0.5 * torch.maximum((current - target).square(), (held - target).square())
     return aggregate_loss(

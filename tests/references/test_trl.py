@@ -9,7 +9,7 @@ import pytest
 
 from asyncrlhf.algorithms.advantages import SEQUENCE_ADVANTAGES
 from asyncrlhf.algorithms.coefficients import COEFFICIENTS
-from asyncrlhf.algorithms.gates import opsm_gate
+from asyncrlhf.algorithms.gates import GateInputs, opsm_gate
 from asyncrlhf.algorithms.heads import pair
 from asyncrlhf.algorithms.kl import kl_loss
 from asyncrlhf.algorithms.masked import masked_values, segment_sum
@@ -141,7 +141,8 @@ def test_gradient_under_off_policy_sequence_masking(ask: Peers, threshold: float
         )
         advantages = per_token(batch, batch.rewards)
         mask, ids = batch.tensors()
-        gate = opsm_gate(packed(batch.theta), packed(batch.mu), packed(advantages), mask, ids, delta=threshold)
+        theta, mu, gains = packed(batch.theta), packed(batch.mu), packed(advantages)
+        gate = opsm_gate(GateInputs(theta, mu, mu, gains, mask, ids), threshold)
         dropped += int((~gate & mask).sum())
         assert_equal(our_gradient(batch, CLIP, advantages=advantages, gate=gate), theirs)
     assert dropped, "no sequence was masked, so that nothing was compared"

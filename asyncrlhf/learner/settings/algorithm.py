@@ -118,9 +118,9 @@ class AlgorithmConfig:
     vespo_lambda_neg: float = setting(2.0, "coef=gamma: the weight's decay for negative advantages.", low=0)
     gate: str = setting(
         "none",
-        "Takes tokens out of the loss that drifted too far: M2PO's second moment, SAT's shrinking clip, or whole "
-        "sequences (opsm, and FlashREINFORCE's binary_kl).",
-        choices=("none", "m2", "sat", "opsm", "binary_kl"),
+        "Takes tokens out of the loss that drifted too far: M2PO's second moment, SAT's shrinking clip, ESTR's bound "
+        "that grows with a token's entropy, or whole sequences (opsm, and FlashREINFORCE's binary_kl).",
+        choices=("none", "m2", "sat", "entropy", "opsm", "binary_kl"),
     )
     m2_threshold: float = setting(0.04, "gate=m2: largest mean squared log-ratio of harmful tokens.", low=0)
     sat_quantile: float = setting(
@@ -129,7 +129,8 @@ class AlgorithmConfig:
     off_policy_mask_threshold: float = setting(
         0.1,
         "Mean drift (gate=opsm, of a sequence of negative advantage) or mean binary KL from the sampler "
-        "(gate=binary_kl), in nats a token, beyond which a sequence goes.",
+        "(gate=binary_kl), in nats a token, beyond which a sequence goes; gate=entropy: squared log-ratio of a token "
+        "to the sampler, per nat of its entropy, beyond which it goes.",
         low=0,
     )
     correction: str = setting(
@@ -303,6 +304,7 @@ def _check_effects(config: AlgorithmConfig) -> None:
     on_vstar = config.advantage == "vstar" or (config.head == "regress" and config.regress_target == "vstar")
     clips = own or coef in ("clip", "geoclip", "dprob") or config.gate == "sat"
     caps, corrects = ("cap", "band", "signed"), own or config.correction != "none"
+    masks = config.gate in ("entropy", "opsm", "binary_kl")
     traces = config.advantage == "vtrace" or config.corrects_values
     discounts = config.needs_critic or config.advantage == "whiten" or config.credit == "turn"
     for names, read, allowed in (
@@ -318,7 +320,7 @@ def _check_effects(config: AlgorithmConfig) -> None:
         (("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), own or coef == "gamma", "coef=gamma"),
         (("m2_threshold",), config.gate == "m2", "gate=m2"),
         (("sat_quantile",), config.gate == "sat", "gate=sat"),
-        (("off_policy_mask_threshold",), config.gate in ("opsm", "binary_kl"), "gate=opsm or binary_kl"),
+        (("off_policy_mask_threshold",), masks, "gate=entropy, opsm or binary_kl"),
         (("correction_level", "correction_low", "correction_high"), corrects, "correction=truncate or mask"),
         (("regress_target",), config.head == "regress", "head=regress"),
         (("pair_loss",), config.head == "pair", "head=pair"),

@@ -8,7 +8,7 @@ import torch
 
 from asyncrlhf.algorithms.aggregate import aggregate_loss
 from asyncrlhf.algorithms.coefficients import COEFFICIENTS, Coefficient
-from asyncrlhf.algorithms.gates import SEQUENCE_GATES
+from asyncrlhf.algorithms.gates import GATES, GateInputs
 from asyncrlhf.algorithms.kl import kl_loss
 from asyncrlhf.algorithms.losses import policy_loss, value_loss
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
@@ -62,9 +62,9 @@ class MicrobatchLosses:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         config, gate = self._config, tokens.gate
         where = (tokens.advantages, tokens.loss_mask, tokens.sequence_ids)
-        if config.gate in SEQUENCE_GATES:
-            policies = (tokens.policy_logprobs.detach(), tokens.behavior_logprobs)
-            gate = SEQUENCE_GATES[config.gate](*policies, *where, delta=config.off_policy_mask_threshold)
+        if config.gate in GATES:
+            inputs = GateInputs(*(getattr(tokens, name) for name in GateInputs._fields))
+            gate = GATES[config.gate](inputs, config.off_policy_mask_threshold)
         result = policy_loss(
             tokens.policy_logprobs, anchor, *where, coefficient=self._rule, level=config.level, gate=gate, **ratio
         )

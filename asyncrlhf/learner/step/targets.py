@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -146,17 +147,10 @@ def proximal_of(config: AlgorithmConfig, tokens: ResponseTokens) -> torch.Tensor
 
 def correction_weight(config: AlgorithmConfig, tokens: ResponseTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The behavior weight under the settings of ``algorithm.correction``."""
-    return behavior_weight(
-        proximal_of(config, tokens),
-        tokens.behavior_logprobs,
-        tokens.loss_mask,
-        tokens.sequence_ids,
-        level=config.correction_level,
-        mode=config.correction,
-        low=config.correction_low,
-        high=config.correction_high,
-        ratio_bound=config.largest_ratio,
-    )
+    where = (proximal_of(config, tokens), tokens.behavior_logprobs, tokens.loss_mask, tokens.sequence_ids)
+    how: dict[str, Any] = {"level": config.correction_level, "mode": config.correction}
+    how |= {"low": config.correction_low, "high": config.correction_high, "ratio_bound": config.largest_ratio}
+    return behavior_weight(*where, **how)
 
 
 def fills(config: AlgorithmConfig) -> bool:
@@ -198,8 +192,7 @@ def _gate(config: AlgorithmConfig, part: ResponseTokens, peers: Peers) -> torch.
     """This rank's part of the gate over the update's tokens of all ranks: [m] bool."""
     mask = part.loss_mask
     log_ratio = masked_values(part.policy_logprobs - part.behavior_logprobs, mask)
-    mine = (log_ratio, part.advantages, mask)
-    shares = all_gather(mine, peers)
+    shares = all_gather((log_ratio, part.advantages, mask), peers)
     ratios, gains, masks = (torch.cat(pieces) for pieces in zip(*shares, strict=True))
     if config.gate == "m2":
         keep = m2_gate(ratios, gains, masks, threshold=config.m2_threshold)

@@ -29,6 +29,7 @@ class RaggedBatch:
     target: NDArray[np.float64]  # a slow network's log-probs
     values: NDArray[np.float64]
     collision: NDArray[np.float64]
+    entropy: NDArray[np.float64]  # [T] of the policy, some of them 0
     lag: NDArray[np.int64]  # [T]
     rewards: NDArray[np.float64]  # [N]
     group_ids: NDArray[np.int64]  # [N] no group of one where there are two sequences
@@ -84,6 +85,7 @@ def ragged_batch(
     group_of = np.concatenate([np.repeat(np.arange(groups), 2), rng.integers(groups, size=len(lengths))])[
         : len(lengths)
     ]
+    entropy = np.random.default_rng(seed).choice([0.0, 0.02, 0.2, 1.0], size=len(mask))  # no draw of `rng` more
     return RaggedBatch(
         mask=mask,
         sequence_ids=sequence_ids,
@@ -96,6 +98,7 @@ def ragged_batch(
         values=poisoned(rng.standard_normal(len(mask))),
         # Of a distribution: pi^2, and of the other tokens between 0 and (1 - pi)^2.
         collision=poisoned(np.exp(2 * theta) + rng.random(len(mask)) * (1 - np.exp(theta)) ** 2),
+        entropy=np.where(mask, entropy, POISON[0]),
         lag=np.where(mask, rng.integers(0, 12, size=len(mask)), rng.integers(-(2**40), 2**40, size=len(mask))),
         rewards=rng.standard_normal(len(lengths)),
         group_ids=rng.permutation(group_of) * 1000 + 7,

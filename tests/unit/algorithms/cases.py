@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asyncrlhf.algorithms.aggregate import normaliser_count
 from asyncrlhf.algorithms.coefficients import Coefficient, band, cap, clip, dprob, gamma, geoclip, one, signed, soft
-from asyncrlhf.algorithms.gates import binary_kl_gate, m2_gate, opsm_gate, sat_gate
+from asyncrlhf.algorithms.gates import GateInputs, binary_kl_gate, entropy_gate, m2_gate, opsm_gate, sat_gate
 from asyncrlhf.algorithms.losses import PolicyLoss, policy_loss
 from asyncrlhf.algorithms.weights import behavior_weight, interpolated_proximal, log_ratio, target_anchor
 from tests import reference
@@ -186,6 +186,12 @@ def _flash(b: RaggedBatch, theta: Batch, adv: Batch) -> float:
     return reference.sequence_mean_of_token_means(reference.kept_surrogate(theta, mu, adv, keep))
 
 
+def _estr(b: RaggedBatch, theta: Batch, adv: Batch) -> float:
+    mu = b.split(b.mu)
+    keep = reference.estr_keep(b.split(b.theta), mu, b.split(b.entropy), 0.5)
+    return reference.token_mean(reference.weighted(reference.ppo_tokens(theta, mu, adv, 0.2, 0.3), keep))
+
+
 def _impact(b: RaggedBatch, theta: Batch, adv: Batch) -> float:
     losses = reference.impact_tokens(theta, b.split(b.target), b.split(b.mu), adv, (0.2, 0.3), IMPACT_CAP)
     return reference.token_mean(losses)
@@ -207,12 +213,13 @@ def _sat_gate(b: RaggedBatch, adv: Tensor) -> Tensor:
     return sat_gate(_drift(b), adv, b.tensors()[0], quantile=0.5, eps_low=0.2, eps_high=0.3)
 
 
-def _opsm_gate(b: RaggedBatch, adv: Tensor) -> Tensor:
-    return opsm_gate(torch.from_numpy(b.theta), torch.from_numpy(b.mu), adv, *b.tensors(), delta=0.05)
+def gate_inputs(b: RaggedBatch, adv: Tensor) -> GateInputs:
+    theta, mu, entropy = (torch.from_numpy(x) for x in (b.theta, b.mu, b.entropy))
+    return GateInputs(theta, mu, entropy, adv, *b.tensors())
 
 
-def _binary_kl_gate(b: RaggedBatch, adv: Tensor) -> Tensor:
-    return binary_kl_gate(torch.from_numpy(b.theta), torch.from_numpy(b.mu), adv, *b.tensors(), delta=0.04)
+def _gate(gate: Callable[[GateInputs, float], Tensor], delta: float) -> Callable[[RaggedBatch, Tensor], Tensor]:
+    return lambda b, adv: gate(gate_inputs(b, adv), delta)
 
 
 SEQUENCE_MEAN, SEQUENCE_SUM = reference.sequence_mean_of_token_means, reference.sequence_mean_of_token_sums
@@ -257,7 +264,7 @@ PRESETS = {
         _ppo(0.2, 0.3, weights=_weights(reference.masked_outside, 0.5, 2.0, kind=reference.product_weights)),
         CLIP, NORM, correction={"level": "prod", "mode": "mask", "low": 0.5, "high": 2.0},
     ),
-    "opsm": Case(_opsm, CLIP, NORM, gate=_opsm_gate),
+    "opsm": Case(_opsm, CLIP, NORM, gate=_gate(opsm_gate, 0.05)),
     "topr": Case(
         _detached(reference.topr_tokens, "mu", 0.2, 1.0, aggregate=SEQUENCE_SUM),
         signed(0.2, 1.0), RAW, level="prod", aggregate="seq_sum", anchor="mu",
@@ -267,8 +274,9 @@ PRESETS = {
     "dppo": Case(_detached(reference.dppo_tokens, "mu", 0.02, 0.03, 1.6), dprob(0.02, 0.03, 1.6), NORM, anchor="mu"),
     "m2po": Case(_m2po, cap(0.0, 1e9), NORM, anchor="mu", gate=_m2_gate),
     "sat": Case(_sat, CLIP, NORM, anchor="mu", gate=_sat_gate),
+    "estr": Case(_estr, CLIP, NORM, anchor="mu", gate=_gate(entropy_gate, 0.5)),
     "flash_reinforce": Case(
-        _flash, cap(0.0, 1e9), CENTRED, aggregate="seq_mean", anchor="mu", gate=_binary_kl_gate
+        _flash, cap(0.0, 1e9), CENTRED, aggregate="seq_mean", anchor="mu", gate=_gate(binary_kl_gate, 0.04)
     ),
     "vcpo": Case(
         _reinforce(SEQUENCE_MEAN, PROD_8), one(), OPOB, aggregate="seq_mean", anchor=None,
@@ -299,4 +307,5 @@ CASES = PRESETS | {
     ),
     "m2 a token": Case(_m2po, cap(0.0, 1e9), GIVEN, anchor="mu", gate=_m2_gate),
     "sat a token": Case(_sat, CLIP, GIVEN, anchor="mu", gate=_sat_gate),
+    "estr a token": Case(_estr, CLIP, GIVEN, anchor="mu", gate=_gate(entropy_gate, 0.5)),
 }  # fmt: skip

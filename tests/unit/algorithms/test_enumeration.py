@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asyncrlhf.algorithms.advantages import batch_mean
 from asyncrlhf.algorithms.coefficients import cap, clip, one, signed
-from asyncrlhf.algorithms.gates import binary_kl_gate
+from asyncrlhf.algorithms.gates import GateInputs, binary_kl_gate
 from asyncrlhf.algorithms.kl import kl_estimate, kl_loss
 from asyncrlhf.algorithms.losses import policy_loss
 from asyncrlhf.algorithms.masked import moments
@@ -152,7 +152,7 @@ def test_the_mean_of_a_batch_takes_a_share_of_one_rollout(sampler: TwoTokenPolic
             theta, mu = policy[pair].flatten(), behavior[pair].flatten()
             loss = policy_loss(
                 theta, mu, gains, mask, ids, coefficient=cap(0.0, INF), level="prod", aggregate="seq_sum",
-                normaliser=2.0, gate=binary_kl_gate(theta, mu, gains, mask, ids, delta=delta),
+                normaliser=2.0, gate=binary_kl_gate(GateInputs(theta, mu, mu, gains, mask, ids), delta),
             ).loss  # fmt: skip
             total = total + chances[pair].prod() * loss
         return grad(total)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrlhf.algorithms.gates import SEQUENCE_GATES, binary_kl_gate, m2_gate, opsm_gate, sat_gate
+from asyncrlhf.algorithms.gates import GATES, GateInputs, binary_kl_gate, entropy_gate, m2_gate, opsm_gate, sat_gate
 from tests import reference
 from tests.unit.algorithms.batches import ragged_batch
+from tests.unit.algorithms.cases import gate_inputs
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -86,15 +89,8 @@ def test_sat_narrows_in_proportion_to_the_drift() -> None:
 @given(seed=SEEDS)
 def test_opsm_drops_negative_sequences_that_drifted(seed: int) -> None:
     batch = ragged_batch(seed)
-    mask, ids = batch.tensors()
-    keep = opsm_gate(
-        torch.from_numpy(batch.theta),
-        torch.from_numpy(batch.mu),
-        torch.from_numpy(batch.rewards)[ids],
-        mask,
-        ids,
-        delta=0.05,
-    )
+    gains = torch.from_numpy(batch.rewards)[batch.tensors()[1]]
+    keep = opsm_gate(gate_inputs(batch, gains), 0.05)
     adv = [np.full(len(s), batch.rewards[i]) for i, s in zip(batch.trained, batch.split(batch.theta), strict=True)]
     expected = reference.opsm_keep(batch.split(batch.theta), batch.split(batch.mu), adv, 0.05)
     np.testing.assert_array_equal(keep.numpy()[batch.mask], np.concatenate(expected) > 0)
@@ -105,33 +101,54 @@ def test_opsm_drops_negative_sequences_that_drifted(seed: int) -> None:
 def test_binary_kl_drops_whole_sequences_of_either_sign(seed: int, delta: float) -> None:
     """And each for itself: alone in the batch it meets the same fate."""
     batch = ragged_batch(seed)
-    mask, ids = batch.tensors()
-    policies = (torch.from_numpy(batch.theta), torch.from_numpy(batch.mu))
-    keep = binary_kl_gate(*policies, torch.from_numpy(batch.token_advantages), mask, ids, delta=delta).numpy()
+    inputs = gate_inputs(batch, torch.from_numpy(batch.token_advantages))
+    keep = binary_kl_gate(inputs, delta).numpy()
     expected = reference.binary_kl_keep(batch.split(batch.theta), batch.split(batch.mu), delta)
     np.testing.assert_array_equal(keep[batch.mask], np.concatenate(expected) > 0)
     for sequence in batch.trained:
-        own = ids == sequence
-        alone = (x[own] for x in (*policies, policies[0], mask, torch.zeros_like(ids)))
-        np.testing.assert_array_equal(binary_kl_gate(*alone, delta=delta).numpy(), keep[own.numpy()])
+        own = inputs.sequence_ids == sequence
+        alone = GateInputs(*(x[own] for x in inputs))._replace(sequence_ids=torch.zeros(int(own.sum())).long())
+        np.testing.assert_array_equal(binary_kl_gate(alone, delta).numpy(), keep[own.numpy()])
+
+
+def inputs_of(pi: torch.Tensor, mu: torch.Tensor, ids: torch.Tensor | None = None, **others: Any) -> GateInputs:
+    plain = torch.zeros(len(pi))
+    ids = plain.long() if ids is None else ids
+    return GateInputs(pi, mu, plain, plain, torch.ones(len(pi), dtype=torch.bool), ids)._replace(**others)
 
 
 def test_binary_kl_is_that_of_the_sampler_to_the_policy() -> None:
     """By hand: mu 1/2 and pi 1/4 give log(4 / 3) / 2 = 0.1438; the other way round it is 0.1308."""
     half, quarter = (torch.full((2,), p, dtype=torch.float64).log() for p in (0.5, 0.25))
-    mask, ids, gains = torch.ones(2, dtype=torch.bool), torch.zeros(2).long(), torch.tensor([1.0, -1.0])
-    assert binary_kl_gate(quarter, half, gains, mask, ids, delta=0.1439).all()
-    assert not binary_kl_gate(quarter, half, gains, mask, ids, delta=0.1437).any()
-    assert binary_kl_gate(half, quarter, gains, mask, ids, delta=0.1309).all()
-    assert not binary_kl_gate(half, quarter, gains, mask, ids, delta=0.1307).any()
+    down = inputs_of(quarter, half, advantages=torch.tensor([1.0, -1.0]))
+    up = down._replace(policy_logprobs=half, behavior_logprobs=quarter)
+    assert binary_kl_gate(down, 0.1439).all() and not binary_kl_gate(down, 0.1437).any()
+    assert binary_kl_gate(up, 0.1309).all() and not binary_kl_gate(up, 0.1307).any()
 
 
 def test_binary_kl_at_certainty_is_finite_and_sees_no_rounding() -> None:
     """A log-prob that rounds to 0, or above it, is that of a certain token: no drift from one of -1e-7. One that the
     policy holds impossible is infinitely far."""
-    mask, ids, gains = torch.ones(3, dtype=torch.bool), torch.arange(3), torch.zeros(3)
     mu, pi = torch.tensor([0.0, -1e-7, -0.7]), torch.tensor([1e-7, 0.0, -torch.inf])
-    assert binary_kl_gate(pi, mu, gains, mask, ids, delta=1e-6).tolist() == [True, True, False]
+    assert binary_kl_gate(inputs_of(pi, mu, torch.arange(3)), 1e-6).tolist() == [True, True, False]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(seed=SEEDS, tau=st.sampled_from([0.0, 0.3, 1.0]))
+def test_the_entropy_widens_a_tokens_bound(seed: int, tau: float) -> None:
+    batch = ragged_batch(seed)
+    keep = entropy_gate(gate_inputs(batch, torch.from_numpy(batch.theta)), tau).numpy()[batch.mask]
+    expected = reference.estr_keep(batch.split(batch.theta), batch.split(batch.mu), batch.split(batch.entropy), tau)
+    np.testing.assert_array_equal(keep, np.concatenate(expected) > 0)
+
+
+def test_the_same_move_is_noise_where_the_policy_is_certain_and_exploration_where_it_is_not() -> None:
+    """By hand, at a threshold of 1: |log r| up to 0.1 without entropy, also where rounding has it below 0, and up to
+    0.5 with 0.24 nats; either way."""
+    entropy = torch.tensor([0.0, 0.0, -1e-7, 0.24, 0.24, 0.24])
+    moved = torch.tensor([0.099, 0.101, 0.101, 0.499, -0.499, -0.501])
+    keep = entropy_gate(inputs_of(moved - 1, torch.full((6,), -1.0), entropy=entropy), 1.0)
+    assert keep.tolist() == [True, False, False, True, True, False]
 
 
 @pytest.mark.parametrize("size", [0, 3])
@@ -139,8 +156,8 @@ def test_gates_of_an_empty_mask(size: int) -> None:
     x, mask, ids = torch.full((size,), float("nan")), torch.zeros(size, dtype=torch.bool), torch.zeros(size).long()
     assert len(m2_gate(x, x, mask, threshold=0.04)) == size
     assert len(sat_gate(x, x, mask, quantile=0.9, eps_low=0.2, eps_high=0.2)) == size
-    for gate in SEQUENCE_GATES.values():
-        assert len(gate(x, x, x, mask, ids, delta=0.1)) == size
+    for gate in GATES.values():
+        assert len(gate(GateInputs(x, x, x, x, mask, ids), 0.1)) == size
 
 
 def test_gates_leave_an_on_policy_batch_alone() -> None:
@@ -148,5 +165,5 @@ def test_gates_leave_an_on_policy_batch_alone() -> None:
     advantages = torch.tensor([1.0, -1.0, 0.0, 2.0, -2.0, 0.5])
     assert m2_gate(still, advantages, mask, threshold=0.04).all()
     assert sat_gate(still, advantages, mask, quantile=0.9, eps_low=0.2, eps_high=0.2).all()
-    for gate in SEQUENCE_GATES.values():
-        assert gate(still, still, advantages, mask, ids, delta=0.0).all()
+    for gate in GATES.values():
+        assert gate(GateInputs(still, still, still, advantages, mask, ids), 0.0).all()
