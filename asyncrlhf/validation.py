@@ -208,10 +208,13 @@ def check_versions(*packages: str) -> None:
                     check(allowed, f"{name} {found} is installed; allowed: {needed.name}{needed.specifier}.")
 
 
-def overlay(base: Settings, changes: Mapping[str, Any], where: str) -> Settings:
-    """``base``, a frozen dataclass of settings, with ``changes`` applied at any depth; raises ConfigError naming the
-    key."""
+def overlay(base: Settings, changes: Any, where: str) -> Settings:
+    """``base``, a frozen dataclass of settings, with ``changes``, a mapping, applied at any depth; raises ConfigError
+    naming the key."""
     names = [f.name for f in fields(base)]  # type: ignore[arg-type]
+    if not isinstance(changes, Mapping):
+        allowed = f"settings of its own, out of {', '.join(names)}"
+        raise ConfigError(f"{where}={changes} is of the wrong kind; allowed: {allowed}.")
     for key, value in changes.items():
         if key not in names:
             hint = did_you_mean(str(key), names)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from asyncrlhf.actors.annotator import ANSWER_SECONDS
@@ -23,17 +24,16 @@ from asyncrlhf.readahead.readers import ReadingReference
 from asyncrlhf.transport.build_transport import build_receiver
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.transport.weights_config import WeightsConfig
-from asyncrlhf.types import Annotation, Rollout
+from asyncrlhf.types import Annotation, FloatArray, Rollout
 
 
 @dataclass(frozen=True)
 class ReferenceSpec:
-    """``policy``: the checkpoint that trains; ``model``: the reference's own, or the same. ``precision``:
+    """``policy``: the checkpoint that trains, and the reference where ``settings`` name no other. ``precision``:
     ``learner.mixed_precision``, which goes with ``float32_head`` and ``deterministic``, the learner's."""
 
     settings: ReferenceConfig
     policy: ModelConfig
-    model: ModelConfig
     temperature: float
     precision: str
     float32_head: bool = False
@@ -44,15 +44,25 @@ class ReferenceSpec:
 
     kind: ClassVar[str] = "reference"
 
-    def build(self, name: str) -> ReferenceWorker:
-        return ReferenceWorker(self)
+    def build(self, name: str) -> ReferenceWorker | TeachersWorker:
+        return TeachersWorker(self) if self.settings.teachers else ReferenceWorker(self)
+
+    def of(self, path: str) -> ReferenceSpec:
+        """The spec of a worker with one of several teachers."""
+        return replace(self, settings=replace(self.settings, path=path, teachers={}))
+
+    @property
+    def model(self) -> ModelConfig:
+        """Of a spec with one reference."""
+        return self.policy.other(self.settings.path) if self.settings.path else self.policy
 
     @property
     def fingerprint(self) -> dict[str, str | float]:
         """The settings that determine the log-probs: if they differ, a resumed run recomputes them."""
         dtype = self.precision + ", float32 head" * self.float32_head
         dtype = dtype if self.settings.dtype == "auto" else self.settings.dtype
-        return {"model": self.model.path, "temperature": self.temperature, "dtype": dtype}
+        teachers = (f"{name}: {t.path} ({t.weight:g})" for name, t in sorted(self.settings.each.items()))
+        return {"model": ", ".join(teachers) or self.model.path, "temperature": self.temperature, "dtype": dtype}
 
 
 class ReferenceWorker(ReadingReference):
@@ -76,12 +86,64 @@ class ReferenceWorker(ReadingReference):
 
     def annotate(self, rollouts: Sequence[Rollout], ticket: Any = None) -> tuple[list[Annotation], ArrayBundle]:
         """The reference log-probs [L] of each rollout, or the reason for a missing one."""
+        return annotated("ref_logprobs", rollouts, self.answer(rollouts))
+
+    def answer(self, rollouts: Sequence[Rollout]) -> list[FloatArray | str]:
         with self._deterministic():
-            return annotated("ref_logprobs", rollouts, self.answer(rollouts))
+            return super().answer(rollouts)
 
     def prefill(self, released: Sequence[int], chunks: Sequence[Chunk]) -> Prefilled:
         with self._deterministic():
             return super().prefill(released, chunks)
+
+
+class TeachersWorker:
+    """Several references. A rollout's log-probs are those of the teacher that its row names, or of all in a mixture."""
+
+    def __init__(self, spec: ReferenceSpec) -> None:
+        teachers = spec.settings.each
+        total = sum(teacher.weight for teacher in teachers.values())
+        self._shares = {name: teacher.weight / total for name, teacher in teachers.items() if teacher.weight}
+        self._workers = {name: ReferenceWorker(spec.of(teacher.path)) for name, teacher in teachers.items()}
+
+    def annotate(self, rollouts: Sequence[Rollout], ticket: Any = None) -> tuple[list[Annotation], ArrayBundle]:
+        """As of one reference."""
+        shares = [self._shares_of(rollout) for rollout in rollouts]
+        found = {}
+        for name, worker in self._workers.items():
+            asked = [rollout for rollout, own in zip(rollouts, shares, strict=True) if name in own]
+            found[name] = iter(worker.answer(asked) if asked else ())
+            worker.prefill([rollout.rollout_id for rollout in rollouts], ())  # also those that it was not asked for
+        answers = (
+            _mixture(rollout, [(share, next(found[name])) for name, share in own.items()])
+            if own
+            else f"its row has teacher={rollout.prompt.metadata['teacher']!r}; allowed: {', '.join(self._workers)}."
+            for rollout, own in zip(rollouts, shares, strict=True)
+        )
+        return annotated("ref_logprobs", rollouts, answers)
+
+    def _shares_of(self, rollout: Rollout) -> dict[str, float]:
+        """Each teacher's share; none if the row names one that there is not."""
+        named = rollout.prompt.metadata.get("teacher")
+        if named is None:
+            return self._shares
+        return {named: 1.0} if isinstance(named, str) and named in self._workers else {}
+
+    def prefill(self, released: Sequence[int], chunks: Sequence[Chunk]) -> Prefilled:
+        """Which teacher a rollout's row names is known at its end; until then all read."""
+        answers = [worker.prefill(released, chunks) for worker in self._workers.values()]
+        return Prefilled(any(a.taken for a in answers), sorted({i for a in answers for i in a.evicted}))
+
+
+def _mixture(rollout: Rollout, parts: Sequence[tuple[float, FloatArray | str]]) -> FloatArray | str:
+    """[L] log of the sum of share times probability, 0 on observed tokens; or the first reason for a missing part."""
+    logs: list[FloatArray] = []
+    for share, part in parts:
+        if isinstance(part, str):
+            return part
+        logs.append(part + np.log(np.float32(share)))
+    mixed = logs[0] if len(logs) == 1 else np.logaddexp.reduce(logs)
+    return np.where(rollout.sampled, mixed, np.float32(0)).astype(np.float32)
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,6 @@ def reference_spec(config: RunConfig) -> ReferenceSpec | None:
     return ReferenceSpec(
         config.reference,
         config.model,
-        config.reference_model,
         config.generator.temperature,
         config.learner.mixed_precision,
         config.learner.float32_head,
@@ -199,15 +198,17 @@ def service_notes(config: RunConfig) -> list[str]:
     """Sentences for the user about the services that the settings ask for. Raises ConfigError for a reference model
     that cannot be a teacher of the policy."""
     name, notes = config.algorithm.name, []
-    if config.reference.path:
+    teachers = config.reference.given
+    if teachers:
         length = context_length(config.model)
         if not config.episode.used:
             length = min(length, config.task.max_prompt_length + config.generator.max_completion_length)
-        notes += check_teacher(config.model, config.reference_model, length)
+        for key, path in teachers.items():
+            notes += check_teacher(config.model, config.model.other(path), length, key)
     check(
-        config.algorithm.advantage != "none" or config.reference.path or config.algorithm.kl_target == "mu",
-        f"algorithm={name} with advantage=none learns from a teacher alone, and has none; allowed: reference.path, or "
-        "another advantage.",
+        config.algorithm.advantage != "none" or teachers or config.algorithm.kl_target == "mu",
+        f"algorithm={name} with advantage=none learns from a teacher alone, and has none; allowed: reference.path, "
+        "reference.teachers, or another advantage.",
     )
     if config.reference.workers and not config.reference_served:
         notes.append(f"No reference worker is started: algorithm={name} needs no reference policy.")

@@ -10,7 +10,7 @@ from asyncrlhf.buffer.checks import validate_flow
 from asyncrlhf.config.environment_config import CheckpointConfig, ClusterConfig, LoggingConfig, RayConfig
 from asyncrlhf.config.stage_config import EvaluationConfig, PreferencesConfig, RewardTrainingConfig, SftConfig
 from asyncrlhf.config.sweep_config import SweepConfig
-from asyncrlhf.data.data_config import LoraConfig, ModelConfig, TaskConfig
+from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.data.number_formats import AUTO, suits_bfloat16
 from asyncrlhf.engines.generator_config import GeneratorConfig, replica_kinds
 from asyncrlhf.episodes.episode_config import EpisodeConfig
@@ -127,8 +127,7 @@ class RunConfig:
     @property
     def reference_model(self) -> ModelConfig:
         """The checkpoint of the reference policy."""
-        path = self.reference.path
-        return replace(self.model, path=path, model_init_kwargs=None, lora=LoraConfig()) if path else self.model
+        return self.model.other(self.reference.path) if self.reference.path else self.model
 
     @property
     def reference_served(self) -> bool:
@@ -243,11 +242,12 @@ def _check_shaped_rewards(config: RunConfig) -> None:
 
 
 def _check_teacher(config: RunConfig) -> None:
-    check(
-        not config.reference.path or config.algorithm.needs_reference,
-        f"reference.path={config.reference.path} has no effect, since algorithm={config.algorithm.name} compares with "
-        "no reference policy; allowed: algorithm=distill, or another one with algorithm.kl=loss or reward.",
-    )
+    for key, path in config.reference.given.items():
+        check(
+            config.algorithm.needs_reference,
+            f"{key}={path} has no effect, since algorithm={config.algorithm.name} compares with no reference policy; "
+            "allowed: algorithm=distill, or another one with algorithm.kl=loss or reward.",
+        )
 
 
 def _check_groups(config: RunConfig) -> None:

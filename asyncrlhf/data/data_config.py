@@ -74,6 +74,10 @@ class ModelConfig:
         check(self.path, "model.path is empty; give tiny, smollm2, a local folder or a hub name.")
         check_settings("model", self)
 
+    def other(self, path: str) -> ModelConfig:
+        """The checkpoint ``path`` beside this one, without what changes this one's shape."""
+        return replace(self, path=path, model_init_kwargs=None, lora=LoraConfig())
+
 
 def refuse_pickled_weights(folder: Path, setting_and_value: str) -> None:
     """Raise ConfigError for a checkpoint's folder that has only weights whose reading can run code, no safetensors."""

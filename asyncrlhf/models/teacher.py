@@ -1,4 +1,5 @@
-"""A reference policy from a checkpoint of its own (``reference.path``), such as the teacher of a distillation."""
+"""Reference policies from checkpoints of their own (``reference.path``, ``reference.teachers``), such as a
+distillation's teachers."""
 
 from __future__ import annotations
 
@@ -25,19 +26,21 @@ def load_reference(
     return model
 
 
-def check_teacher(policy: ModelConfig, teacher: ModelConfig, longest: int) -> list[str]:
-    """Raise ConfigError unless ``teacher`` is a causal language model for texts of ``longest`` tokens for which every
-    id that ``policy`` samples is the same token; reads no weights. Returns sentences for the user."""
-    setting = f"reference.path={teacher.path}"
+def check_teacher(policy: ModelConfig, teacher: ModelConfig, longest: int, key: str) -> list[str]:
+    """Raise ConfigError unless ``teacher``, of the setting ``key``, is a causal language model for texts of ``longest``
+    tokens for which every id that ``policy`` samples is the same token; reads no weights. Returns sentences for the
+    user."""
+    setting = f"{key}={teacher.path}"
     try:
-        return _check(policy, teacher, longest, setting)
+        return _check(policy, teacher, longest, key)
     except ConfigError as error:  # the functions that load a checkpoint know of one setting
         raise ConfigError(str(error).replace(f"model.path={teacher.path}", setting, 1)) from error
 
 
-def _check(policy: ModelConfig, teacher: ModelConfig, longest: int, setting: str) -> list[str]:
-    check_causal(teacher, "reference.path")
-    check_weights(resolve(teacher.path), "reference.path")
+def _check(policy: ModelConfig, teacher: ModelConfig, longest: int, key: str) -> list[str]:
+    setting = f"{key}={teacher.path}"
+    check_causal(teacher, key)
+    check_weights(resolve(teacher.path), key)
     own, other = load_tokenizer(policy), load_tokenizer(teacher)
     count, rows = sampled_vocabulary(policy, own), int(load_shape(teacher).get_text_config().vocab_size)
     check(

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -295,9 +294,6 @@ class RewardConfig:
 def _part(name: str, raw: Any) -> RewardPart:
     """OmegaConf has no frozen dataclasses as values of a dictionary, so parts are typed here."""
     key = f"reward.parts.{name}"
-    if not isinstance(raw, Mapping):
-        allowed = ", ".join(f.name for f in fields(RewardPart))
-        raise ConfigError(f"{key}={raw} is of the wrong kind; allowed: settings of its own, out of {allowed}.")
     try:
         return overlay(RewardPart(), raw, key)
     except ConfigError as error:

@@ -122,15 +122,14 @@ class AlgorithmConfig:
         "that grows with a token's entropy, or whole sequences (opsm, and FlashREINFORCE's binary_kl).",
         choices=("none", "m2", "sat", "entropy", "opsm", "binary_kl"),
     )
-    m2_threshold: float = setting(0.04, "gate=m2: largest mean squared log-ratio of harmful tokens.", low=0)
     sat_quantile: float = setting(
         0.9, "gate=sat: quantile of |log ratio| beyond which the clip shrinks.", low=0, high=1, exclusive_low=True
     )
     off_policy_mask_threshold: float = setting(
         0.1,
-        "Mean drift (gate=opsm, of a sequence of negative advantage) or mean binary KL from the sampler "
-        "(gate=binary_kl), in nats a token, beyond which a sequence goes; gate=entropy: squared log-ratio of a token "
-        "to the sampler, per nat of its entropy, beyond which it goes.",
+        "What goes at a gate: sequences whose mean drift (opsm, if the advantage is negative) or mean binary KL from "
+        "the sampler (binary_kl) is larger, in nats a token; tokens whose squared log-ratio to the sampler is larger "
+        "per nat of entropy (entropy); as many harmful ones as make the mean of it larger (m2).",
         low=0,
     )
     correction: str = setting(
@@ -304,7 +303,7 @@ def _check_effects(config: AlgorithmConfig) -> None:
     on_vstar = config.advantage == "vstar" or (config.head == "regress" and config.regress_target == "vstar")
     clips = own or coef in ("clip", "geoclip", "dprob") or config.gate == "sat"
     caps, corrects = ("cap", "band", "signed"), own or config.correction != "none"
-    masks = config.gate in ("entropy", "opsm", "binary_kl")
+    masks = config.gate in ("m2", "entropy", "opsm", "binary_kl")
     traces = config.advantage == "vtrace" or config.corrects_values
     discounts = config.needs_critic or config.advantage == "whiten" or config.credit == "turn"
     for names, read, allowed in (
@@ -318,9 +317,8 @@ def _check_effects(config: AlgorithmConfig) -> None:
         (("cap_high",), own or coef in (*caps, "dprob"), "coef=cap, band, signed or dprob"),
         (("sapo_temperature_pos", "sapo_temperature_neg"), own or coef == "soft", "coef=soft"),
         (("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), own or coef == "gamma", "coef=gamma"),
-        (("m2_threshold",), config.gate == "m2", "gate=m2"),
         (("sat_quantile",), config.gate == "sat", "gate=sat"),
-        (("off_policy_mask_threshold",), masks, "gate=entropy, opsm or binary_kl"),
+        (("off_policy_mask_threshold",), masks, "gate=m2, entropy, opsm or binary_kl"),
         (("correction_level", "correction_low", "correction_high"), corrects, "correction=truncate or mask"),
         (("regress_target",), config.head == "regress", "head=regress"),
         (("pair_loss",), config.head == "pair", "head=pair"),

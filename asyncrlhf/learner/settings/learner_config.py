@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from asyncrlhf.data.number_formats import AUTO, PRECISIONS, suits_bfloat16
 from asyncrlhf.learner.settings.algorithm import AlgorithmConfig
-from asyncrlhf.validation import DAY, check, check_choice, check_keywords, check_settings, setting
+from asyncrlhf.validation import DAY, check, check_choice, check_keywords, check_settings, overlay, setting
 
 # Sizes of groups of ranks that are given the same share of a batch.
 PARALLEL = (
@@ -43,11 +43,20 @@ class WorkersConfig:
             f"learner.zero_stage=3 or learner.sharding=fsdp2, which shard the {model}.",
         )
         for declared in fields(self) if not self.workers else ():
-            value = getattr(self, declared.name)
+            value, mapping = getattr(self, declared.name), declared.default is MISSING
+            given = f"{key}.{declared.name}" if mapping else f"{key}.{declared.name}={value}"
             check(
-                value == declared.default,
-                f"{key}.{declared.name}={value} has no effect with {key}.workers=0; allowed: {key}.workers >= 1.",
+                not value if mapping else value == declared.default,
+                f"{given} has no effect with {key}.workers=0; allowed: {key}.workers >= 1.",
             )
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """One of several references."""
+
+    path: str = setting("", "The teacher's checkpoint: with the policy's tokens.")
+    weight: float = setting(1.0, "The teacher's share of the mixture, of the sum of all weights.", low=0)
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,12 @@ class ReferenceConfig(WorkersConfig):
     path: str = setting(
         "", "The reference policy's checkpoint, such as a teacher's: with the policy's tokens; empty: model.path's."
     )
+    teachers: dict[str, Any] = setting(
+        {},
+        "Several references by name in place of path: a rollout is compared with the teacher that its row's column "
+        "teacher names, or else with the mixture of all, token by token.",
+        entries=Teacher,
+    )
     dtype: str = setting(
         "auto",
         "Number format of the frozen weights; auto is float32 under learner.mixed_precision, as the learner computes, "
@@ -67,6 +82,25 @@ class ReferenceConfig(WorkersConfig):
 
     def __post_init__(self) -> None:
         self.check("reference", "reference model")
+        check(not (self.path and self.teachers), "reference.path and reference.teachers are both given; allowed: one.")
+        for name, teacher in self.each.items():
+            check_settings(f"reference.teachers.{name}", teacher)
+            check(teacher.path, f"reference.teachers.{name}.path is empty; allowed: a checkpoint.")
+        check(
+            not self.teachers or sum(teacher.weight for teacher in self.each.values()) > 0,
+            "The weights of reference.teachers are all 0; allowed: at least one above 0.",
+        )
+
+    @property
+    def each(self) -> dict[str, Teacher]:
+        """``teachers`` by name. OmegaConf has no frozen dataclasses as values of a dictionary: typed here."""
+        return {str(name): overlay(Teacher(), raw, f"reference.teachers.{name}") for name, raw in self.teachers.items()}
+
+    @property
+    def given(self) -> dict[str, str]:
+        """The checkpoints that are not the policy's own, by their settings."""
+        own = {"reference.path": self.path} if self.path else {}
+        return own | {f"reference.teachers.{name}.path": teacher.path for name, teacher in self.each.items()}
 
 
 @dataclass(frozen=True)

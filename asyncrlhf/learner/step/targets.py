@@ -195,7 +195,7 @@ def _gate(config: AlgorithmConfig, part: ResponseTokens, peers: Peers) -> torch.
     shares = all_gather((log_ratio, part.advantages, mask), peers)
     ratios, gains, masks = (torch.cat(pieces) for pieces in zip(*shares, strict=True))
     if config.gate == "m2":
-        keep = m2_gate(ratios, gains, masks, threshold=config.m2_threshold)
+        keep = m2_gate(ratios, gains, masks, threshold=config.off_policy_mask_threshold)
     else:
         bounds = {"eps_low": config.epsilon, "eps_high": config.epsilon_high}
         keep = sat_gate(ratios, gains, masks, quantile=config.sat_quantile, **bounds)

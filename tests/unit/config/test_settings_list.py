@@ -59,7 +59,7 @@ def outside(setting: Setting) -> list[float]:
 
 
 # Named by what they stand in, and checked where that is read.
-UNCHECKED_ALONE = ("generator.groups.NAME", "reward.http", "reward.parts.NAME")
+UNCHECKED_ALONE = ("generator.groups.NAME", "reference.teachers.NAME", "reward.http", "reward.parts.NAME")
 
 
 def test_absurd_values_and_those_out_of_the_shown_range_are_refused() -> None:

@@ -47,7 +47,7 @@ REFUSED = [
     ({"advantage": "opob", "correction": "none", "whiten": True}, "whiten moves the baseline"),
     ({"advantage": "batch_mean", "whiten": True}, "allowed: whiten=false, or advantage=raw"),
     ({"advantage": "batch_mean", "credit": "turn"}, "advantage=batch_mean has one advantage for a whole sequence"),
-    ({"off_policy_mask_threshold": 0.005}, "allowed: algorithm.gate=entropy, opsm or binary_kl"),
+    ({"off_policy_mask_threshold": 0.005}, "allowed: algorithm.gate=m2, entropy, opsm or binary_kl"),
     (REGRESS | {"gate": "binary_kl"}, "gate=binary_kl has no place"),
     (MU | {"advantage": "vtrace"}, "counts it twice"),
     (REGRESS | {"advantage": "gae"}, "advantage=gae has no place in algorithm.head=regress"),

@@ -295,6 +295,6 @@ def test_a_reference_reads_ahead_deterministically(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(model_annotators, "load_reference", lambda policy, model, device, dtype: llama())
     monkeypatch.setattr(model_annotators.ReadingReference, "prefill", lambda *_: seen.append(flags()[0]))
     for wanted in (True, False):
-        spec = ReferenceSpec(ReferenceConfig(workers=1), *2 * [ModelConfig()], 1.0, "none", deterministic=wanted)
+        spec = ReferenceSpec(ReferenceConfig(workers=1), ModelConfig(), 1.0, "none", deterministic=wanted)
         ReferenceWorker(spec).prefill((), ())
     assert seen == [True, False]

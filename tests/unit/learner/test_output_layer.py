@@ -116,8 +116,8 @@ def test_a_reference_worker_follows_the_learner(
     dtypes: set[torch.dtype], monkeypatch: pytest.MonkeyPatch, dtype: str, expected: torch.dtype
 ) -> None:
     monkeypatch.setattr(reference_worker, "load_reference", lambda policy, model, device, dtype: llama().to(dtype))
-    own, models = ReferenceConfig(workers=1, dtype=dtype), 2 * [ModelConfig()]
-    spec = reference_worker.ReferenceSpec(own, *models, 1.0, "bfloat16", True)
+    own = ReferenceConfig(workers=1, dtype=dtype)
+    spec = reference_worker.ReferenceSpec(own, ModelConfig(), 1.0, "bfloat16", True)
     worker = reference_worker.ReferenceWorker(spec)
     dtypes.clear()  # of the comparisons at the start
     worker.annotate([sample.rollout for sample in samples(2)])

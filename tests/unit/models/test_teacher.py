@@ -25,33 +25,33 @@ STUDENT = ("algorithm=distill", "reference.path=tiny", "model.model_init_kwargs=
 
 
 def test_a_teacher_has_the_policys_tokens(tmp_path: Path) -> None:
-    assert check_teacher(POLICY, POLICY, 32) == []
-    assert check_teacher(POLICY, found(tmp_path / "padded", rows=64), 32) == []
+    assert check_teacher(POLICY, POLICY, 32, "reference.path") == []
+    assert check_teacher(POLICY, found(tmp_path / "padded", rows=64), 32, "reference.path") == []
     sentence = r"reference.path=tiny_tools has another tokenizer than model.path=tiny: id"
     with pytest.raises(ConfigError, match=sentence):
-        check_teacher(POLICY, ModelConfig("tiny_tools"), 32)
+        check_teacher(POLICY, ModelConfig("tiny_tools"), 32, "reference.path")
     other = found(tmp_path / "other")
     tokenizer = (tmp_path / "other" / "tokenizer.json").read_text()
     (tmp_path / "other" / "tokenizer.json").write_text(tokenizer.replace('"+"', '"%"'))
     with pytest.raises(ConfigError, match=r"is '%' there and '\+' here; allowed: a teacher with the policy's tokens"):
-        check_teacher(POLICY, other, 32)
+        check_teacher(POLICY, other, 32, "reference.path")
 
 
 def test_a_teacher_with_fewer_rows_is_refused(tmp_path: Path) -> None:
     teacher = found(tmp_path)
     edit(tmp_path / "config.json", vocab_size=12)
     with pytest.raises(ConfigError, match=r"an embedding of 12 rows, and model.path=tiny samples 19 ids"):
-        check_teacher(POLICY, teacher, 32)
+        check_teacher(POLICY, teacher, 32, "reference.path")
 
 
 def test_a_teacher_with_a_short_context_and_one_that_is_not_there_are_refused(tmp_path: Path) -> None:
     teacher = found(tmp_path)
     edit(tmp_path / "config.json", max_position_embeddings=20)
-    assert check_teacher(POLICY, teacher, 20) == []
+    assert check_teacher(POLICY, teacher, 20, "reference.path") == []
     with pytest.raises(ConfigError, match="has a context of 20 tokens, and a prompt with its answer may have 21"):
-        check_teacher(POLICY, teacher, 21)
+        check_teacher(POLICY, teacher, 21, "reference.path")
     with pytest.raises(ConfigError, match=r"^reference.path=/no/such"):
-        check_teacher(POLICY, ModelConfig("/no/such"), 20)
+        check_teacher(POLICY, ModelConfig("/no/such"), 20, "reference.path")
 
 
 def test_a_teacher_that_ends_answers_otherwise_is_said(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_teacher_that_ends_answers_otherwise_is_said(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(7)
     tokenizer.save_pretrained(tmp_path)
-    (note,) = check_teacher(POLICY, teacher, 32)
+    (note,) = check_teacher(POLICY, teacher, 32, "reference.path")
     assert "the teacher will hold back the end of every answer" in note
 
 
