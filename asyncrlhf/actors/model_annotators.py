@@ -117,7 +117,7 @@ class TeachersWorker:
         answers = (
             _mixture(rollout, [(share, next(found[name])) for name, share in own.items()])
             if own
-            else f"its row has teacher={rollout.prompt.metadata['teacher']!r}; allowed: {', '.join(self._workers)}."
+            else f"Its row has teacher={rollout.prompt.metadata['teacher']!r}; allowed: {', '.join(self._workers)}."
             for rollout, own in zip(rollouts, shares, strict=True)
         )
         return annotated("ref_logprobs", rollouts, answers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from asyncrlhf.config.compose import load_config
+from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
+from asyncrlhf.models.checkpoint_folder import load_tokenizer
+from asyncrlhf.models.pretrained import load_model
 from tests import loop
 from tests.loop import FAKE, Finished
 from tests.numeric import assert_close
@@ -70,3 +75,23 @@ def test_the_training_is_that_of_the_learners_own_reference(
     for row in served.metrics:
         assert row["reference_latency_p95"] >= row["reference_latency_p50"] >= 0
     assert "reference_latency_p50" not in own.metrics[0]
+
+
+def test_rows_that_name_a_teacher_train_as_with_that_teacher_alone(tmp_path: Path) -> None:
+    """And by the mixture of all they do not."""
+    rows = [{"prompt": f"{i % 10}+{i // 10}=", "answer": str(i % 10 + i // 10), "teacher": "whole"} for i in range(32)]
+    unnamed = [{key: row[key] for key in ("prompt", "answer")} for row in rows]
+    for name, table in (("named", rows), ("unnamed", unnamed)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, table)))
+    student = "model.model_init_kwargs={num_hidden_layers: 2}"
+    folder = tmp_path / "half"
+    load_model(load_config([student]).model).save_pretrained(folder)
+    load_tokenizer(ModelConfig()).save_pretrained(folder)
+    common = (*FAKE, "algorithm=distill", student, "async.mode=sync", "steps=3", "checkpoint.every=3", "task=prompts")
+    both = ("++reference.teachers.whole.path=tiny", f"++reference.teachers.half.path={folder}")
+    alone = loop.run(tmp_path / "alone", *common, f"task.path={tmp_path}/unnamed.jsonl", "reference.path=tiny")
+    named = loop.run(tmp_path / "both", *common, f"task.path={tmp_path}/named.jsonl", *both)
+    mixed = loop.run(tmp_path / "mixed", *common, f"task.path={tmp_path}/unnamed.jsonl", *both)
+    assert_trained_alike(alone, named)
+    named.assert_ledger_whole()
+    assert mixed.metrics[0]["ref_kl"] < 0.8 * alone.metrics[0]["ref_kl"], "half of it is the student itself"

@@ -91,7 +91,7 @@ def test_a_row_that_names_no_teacher_fails_alone(other: str, named: object) -> N
     asked = rollouts(a=named, b="whole")
     worker = spec_of(other).build("reference")
     first, second = logprobs(worker, asked)
-    assert first == f"its row has teacher={named!r}; allowed: whole, noisy."
+    assert first == f"Its row has teacher={named!r}; allowed: whole, noisy."
     assert_close(second, logprobs(ReferenceWorker(spec_of(other).of("tiny")), asked)[1], atol=1e-5)
 
 
