@@ -76,6 +76,7 @@ def run(
     mu = torch.from_numpy(batch.mu)
     interpolated = interpolated_proximal(torch.from_numpy(batch.theta), mu, torch.from_numpy(batch.lag))
     anchors = {"mu": mu, "prox": torch.from_numpy(batch.prox), "interp": interpolated}
+    anchors["ema"] = torch.from_numpy(batch.target)
     anchors["impact"] = target_anchor(torch.from_numpy(batch.target), mu, IMPACT_CAP)
     weight = None
     if case.correction is not None:
@@ -186,6 +187,12 @@ def _flash(b: RaggedBatch, theta: Batch, adv: Batch) -> float:
     return reference.sequence_mean_of_token_means(reference.kept_surrogate(theta, mu, adv, keep))
 
 
+def _ewma(b: RaggedBatch, theta: Batch, adv: Batch) -> float:
+    target = b.split(b.target)
+    weights = reference.masked_outside(reference.behavior_weights(target, b.split(b.mu)), 0.0, 1.5)
+    return reference.token_mean(reference.weighted(reference.ppo_tokens(theta, target, adv, 0.2, 0.3), weights))
+
+
 def _estr(b: RaggedBatch, theta: Batch, adv: Batch) -> float:
     mu = b.split(b.mu)
     keep = reference.estr_keep(b.split(b.theta), mu, b.split(b.entropy), 0.5)
@@ -247,6 +254,7 @@ PRESETS = {
     "aipo": Case(_detached(reference.cispo_tokens, "mu", 0.0, 1.4), cap(0.0, 1.4), NORM, anchor="mu"),
     "sapo": Case(_sapo, soft(1.0, 1.05), NORM, aggregate="seq_mean"),
     "decoupled_grpo": Case(_ppo(0.2, 0.3, weights=MASK_5), CLIP, NORM, correction={"mode": "mask", "high": 1.5}),
+    "grpo_ewma": Case(_ewma, CLIP, NORM, anchor="ema", correction={"mode": "mask", "high": 1.5}),
     "maxrl": Case(_ppo(0.2, 0.3, weights=MASK_5), CLIP, SHARE, correction={"mode": "mask", "high": 1.5}),
     "a3po": Case(_a3po, clip(0.1, 0.1), NORM, anchor="interp", correction={"mode": "mask", "high": 1.3}),
     "tis": Case(

@@ -45,7 +45,7 @@ def test_the_control_has_one_bound_for_all() -> None:
 
 def test_arms_are_of_one_rate_and_differ_in_the_bound_alone() -> None:
     arms = entropy.arms()
-    assert len(arms) == len(set(arms)) == 50
+    assert len(arms) == len(set(arms)) == 30
     for arm in arms[:10]:
         config = load_config(list(arm.overrides()))
         assert config.algorithm.gate == "entropy" and config.learner.learning_rate == 5e-5
