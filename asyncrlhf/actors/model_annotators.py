@@ -113,7 +113,8 @@ class TeachersWorker:
         for name, worker in self._workers.items():
             asked = [rollout for rollout, own in zip(rollouts, shares, strict=True) if name in own]
             found[name] = iter(worker.answer(asked) if asked else ())
-            worker.prefill([rollout.rollout_id for rollout in rollouts], ())  # also those that it was not asked for
+            if worker.readings is not None:
+                worker.readings.release(rollout.rollout_id for rollout in rollouts)  # also what it was not asked for
         answers = (
             _mixture(rollout, [(share, next(found[name])) for name, share in own.items()])
             if own
