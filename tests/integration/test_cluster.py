@@ -8,7 +8,7 @@ import pytest
 
 from tests.processes import reports_of
 
-pytestmark = pytest.mark.more
+pytestmark = [pytest.mark.more, pytest.mark.in_turn]  # all share the costly start of a cluster
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from tests.unit.learner.ranks import run_ranks
 from tests.unit.learner.test_presets import preset
 from tests.unit.learner.worlds import llama, random_batch, share
 
+pytestmark = pytest.mark.in_turn  # all share the recorded steps of two ranks
 PPO = AlgorithmConfig(advantage="gae", whiten=True, kl="loss", beta=0.1)  # with a critic and a reference
 ANSWER = ShardSnapshot._answer
 Cases = dict[str, tuple[AlgorithmConfig, dict[str, Any]]]

@@ -53,8 +53,6 @@ def thinned(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return run(folder, *RUN, NOTHING)
 
 
-@pytest.mark.more
-@pytest.mark.in_turn
 def test_a_thinned_run_tells_the_same_except_texts_and_logprobs(whole: Finished, thinned: Finished) -> None:
     assert whole.untimed_metrics == thinned.untimed_metrics
     kept = [name for name in whole.rollouts.columns if name not in (*BULKY, "reward", "generator_id")]
