@@ -1,4 +1,4 @@
-"""The default against `opsm` and `grpo_ewma`: the README's table and the figure, from runs.csv.
+"""The default against `opsm`, `grpo_ewma` and itself with the gate of `opsm`: the README's table, figure.png.
 
 python -m experiments.48_default.table
 """
@@ -15,8 +15,8 @@ from asyncrlhf.sweeps.results import Estimate
 HERE = Path(__file__).resolve().parent
 LAGS = (0, 4, 16)
 RATES = {"small": 2.5e-5, "middle": 5e-5, "large": 1e-4}
-RIVALS = ("opsm", "ewma")
-NAMES = {"default": "`decoupled_grpo`", "opsm": "`opsm`", "ewma": "`grpo_ewma`"}
+RIVALS = ("opsm", "ewma", "both")
+NAMES = {"default": "`decoupled_grpo`", "opsm": "`opsm`", "ewma": "`grpo_ewma`", "both": "the default with the gate"}
 
 
 def rewards(runs: pd.DataFrame, method: str, lag: int) -> pd.Series:

@@ -32,7 +32,12 @@ def test_arms_differ_in_preset_and_rate_alone_and_their_seeds_are_new() -> None:
         name, _, rate = method.partition("_")
         config = load_config(list(study.cell(method, 16, study.rates()[method], 10).overrides))
         assert config.learner.learning_rate == rivals.RATES[rate]
-        assert config.algorithm.name == {"default": "decoupled_grpo", "ewma": "grpo_ewma"}.get(name, name)
+        assert config.algorithm.name == {
+            "default": "decoupled_grpo",
+            "both": "decoupled_grpo",
+            "ewma": "grpo_ewma",
+        }.get(name, name)
+        assert (config.algorithm.gate == "opsm") == (name in ("opsm", "both"))
         assert config.algorithm.minibatches == 2 and config.async_.fixed_lag == 16
     seen = [Study.read(rivals.HERE.parent / other).seeds for other in ("36_leaderboard", "44_causes")]
     assert not any(set(study.seeds) & set(seeds) for seeds in seen)
