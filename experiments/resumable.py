@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, astuple
@@ -43,6 +44,18 @@ def run_missing(
             _append_all(left, pool.imap(run, left), path, [*key, *columns], shown)
     else:
         _append_all(left, map(run, left), path, [*key, *columns], shown)
+
+
+def command(doc: str | None, grid: Callable[[int], None], show: Callable[[], None]) -> None:
+    """The command line of a study: `grid` makes the missing runs with so many workers, `show` prints its tables."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=("grid", "show"))
+    parser.add_argument("--workers", type=int, default=2, help="processes, each with one thread")
+    options = parser.parse_args()
+    if options.action == "grid":
+        grid(options.workers)
+    else:
+        show()
 
 
 def _append_all(

@@ -25,7 +25,7 @@ def turn_now() -> int | None:
 
 
 def turn_of(file: str) -> int:
-    """By its name, so that it has its turn whichever other files there are; a file's cases share what is costly."""
+    """By its name alone, so that other files do not change it; a file's cases share what is costly."""
     return zlib.crc32(file.encode()) % TURNS
 
 

@@ -54,7 +54,7 @@ class ReferenceSpec:
     @property
     def model(self) -> ModelConfig:
         """Of a spec with one reference."""
-        return self.policy.other(self.settings.path) if self.settings.path else self.policy
+        return self.policy.other(self.settings.path)
 
     @property
     def fingerprint(self) -> dict[str, str | float]:

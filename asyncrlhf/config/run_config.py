@@ -127,7 +127,7 @@ class RunConfig:
     @property
     def reference_model(self) -> ModelConfig:
         """The checkpoint of the reference policy."""
-        return self.model.other(self.reference.path) if self.reference.path else self.model
+        return self.model.other(self.reference.path)
 
     @property
     def reference_served(self) -> bool:

@@ -75,8 +75,8 @@ class ModelConfig:
         check_settings("model", self)
 
     def other(self, path: str) -> ModelConfig:
-        """The checkpoint ``path`` beside this one, without what changes this one's shape."""
-        return replace(self, path=path, model_init_kwargs=None, lora=LoraConfig())
+        """The checkpoint ``path`` beside this one, without what changes this one's shape; itself without a path."""
+        return replace(self, path=path, model_init_kwargs=None, lora=LoraConfig()) if path else self
 
 
 def refuse_pickled_weights(folder: Path, setting_and_value: str) -> None:

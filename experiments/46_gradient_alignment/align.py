@@ -6,7 +6,6 @@ python -m experiments.46_gradient_alignment.align show               # the READM
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from torch import nn
 from asyncrlhf.learner.updates.updaters import TorchUpdater
 from asyncrlhf.sweeps.results import Estimate
 from experiments import study
-from experiments.resumable import run_missing
+from experiments.resumable import command, run_missing
 
 HERE = Path(__file__).resolve().parent
 CAUSES = study.Study.read(HERE.parent / "44_causes")  # its setting, at whose rate lag 16 costs 60% of the reward
@@ -154,20 +153,17 @@ def draw(points: pd.DataFrame, target: Path) -> None:
     figure.savefig(target, dpi=110)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("grid", "show"))
-    parser.add_argument("--workers", type=int, default=2, help="processes, each with one thread")
-    options = parser.parse_args()
-    if options.action == "grid":
-        if not (HERE / "cosines.csv").exists():
-            study.append(HERE / "cosines.csv", [], COSINES)
-        run_missing(arms(), run, HERE / "runs.csv", COLUMNS, ("reward", "cosine", "seconds"), options.workers)
-        return
+def grid(workers: int) -> None:
+    if not (HERE / "cosines.csv").exists():
+        study.append(HERE / "cosines.csv", [], COSINES)
+    run_missing(arms(), run, HERE / "runs.csv", COLUMNS, ("reward", "cosine", "seconds"), workers)
+
+
+def show() -> None:
     runs = pd.read_csv(HERE / "runs.csv")
     print(tables(runs[runs.status == "done"]))
     draw(pd.read_csv(HERE / "cosines.csv"), HERE / "figure.png")
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, grid, show)

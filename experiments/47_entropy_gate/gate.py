@@ -6,7 +6,6 @@ python -m experiments.47_entropy_gate.gate show               # the README's tab
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from asyncrlhf.algorithms.gates import GATES, GateInputs, entropy_gate
 from asyncrlhf.algorithms.masked import masked_mean, masked_values
 from asyncrlhf.sweeps.results import Estimate
 from experiments import study
-from experiments.resumable import run_missing
+from experiments.resumable import command, run_missing
 
 HERE = Path(__file__).resolve().parent
 BOARD = study.Study.read(HERE.parent / "36_leaderboard")
@@ -149,20 +148,17 @@ def draw(tokens: pd.DataFrame, target: Path) -> None:
     figure.savefig(target, dpi=110)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("grid", "show"))
-    parser.add_argument("--workers", type=int, default=2, help="processes, each with one thread")
-    options = parser.parse_args()
-    if options.action == "grid":
-        if not (HERE / "tokens.csv").exists():
-            study.append(HERE / "tokens.csv", [], TOKENS)
-        run_missing(arms(), run, HERE / "runs.csv", COLUMNS, ("reward", "dropped", "seconds"), options.workers)
-        return
+def grid(workers: int) -> None:
+    if not (HERE / "tokens.csv").exists():
+        study.append(HERE / "tokens.csv", [], TOKENS)
+    run_missing(arms(), run, HERE / "runs.csv", COLUMNS, ("reward", "dropped", "seconds"), workers)
+
+
+def show() -> None:
     runs, tokens = pd.read_csv(HERE / "runs.csv"), pd.read_csv(HERE / "tokens.csv")
     print(tables(runs[runs.status == "done"], tokens))
     draw(tokens, HERE / "figure.png")
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, grid, show)

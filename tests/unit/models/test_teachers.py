@@ -86,7 +86,7 @@ def test_each_row_has_its_teacher_or_the_mixture(other: str, granularity: str) -
         assert held == [0, 0], "a teacher forgets also the rollouts that it was not asked for"
 
 
-@pytest.mark.parametrize("named", ["nobody", 3, {"whole": 1.0}])
+@pytest.mark.parametrize("named", ["third", 3, {"whole": 1.0}])
 def test_a_row_that_names_no_teacher_fails_alone(other: str, named: object) -> None:
     asked = rollouts(a=named, b="whole")
     worker = spec_of(other).build("reference")
